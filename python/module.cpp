@@ -1,0 +1,33 @@
+// tpkernels._C: what the native library tells Python about itself. Tensors do not pass through here
+// but through torch.ops.tpkernels.*.
+#include <pybind11/pybind11.h>
+
+#include "kernels/epilogue_cpu.h"
+#include "ops/register_cpu.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "Native kernels of tpkernels.";
+
+  module.def(
+      "build_info",
+      [] {
+        py::list isas;
+        for (auto isa = tpkernels::epilogue_kernels_available(); *isa; ++isa) {
+          isas.append((*isa)->isa);
+        }
+        py::dict info;
+        info["compiler"] = __VERSION__;
+        info["cxx_standard"] = __cplusplus;
+        info["cpu_isa"] = tpkernels::epilogue_kernels().isa;
+        info["cpu_isas"] = isas;
+        return info;
+      },
+      "What this library was compiled with, and which instruction sets of it this processor runs, "
+      "best first.");
+  module.def("register_cpu_kernels", &tpkernels::register_cpu_kernels,
+             "Put the CPU kernels under torch.ops.tpkernels.*; a second call does nothing.");
+  module.def("deregister_cpu_kernels", &tpkernels::deregister_cpu_kernels,
+             "Take the CPU kernels off again.");
+}

@@ -1,0 +1,80 @@
+"""tpkernels: tensor-parallel layers whose communication disappears, on whatever machine you have.
+
+    mesh = tpkernels.init_mesh(tp=2)
+    report = tpkernels.parallelize(model, mesh["tp"])
+
+Names are imported when first used, so ``import tpkernels`` is quick, works without the compiled
+extension and without a GPU, and never initialises CUDA.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from tpkernels import ops
+    from tpkernels.checkpoint import full_state_dict, load_full_state_dict
+    from tpkernels.clip_grad import clip_grad_norm_
+    from tpkernels.comm.agreement import check_agreement
+    from tpkernels.comm.mesh import init_mesh
+    from tpkernels.modules import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        TPAttention,
+        TPMLP,
+        VocabParallelEmbedding,
+        vocab_parallel_cross_entropy,
+    )
+    from tpkernels.parallelize import ParallelReport, parallelize, unparallelize
+    from tpkernels.shard_spec import ShardSpec, spec_of
+
+_EXPORTS = {
+    "ColumnParallelLinear": "tpkernels.modules",
+    "ParallelReport": "tpkernels.parallelize",
+    "RowParallelLinear": "tpkernels.modules",
+    "ShardSpec": "tpkernels.shard_spec",
+    "TPAttention": "tpkernels.modules",
+    "TPMLP": "tpkernels.modules",
+    "VocabParallelEmbedding": "tpkernels.modules",
+    "check_agreement": "tpkernels.comm.agreement",
+    "clip_grad_norm_": "tpkernels.clip_grad",
+    "full_state_dict": "tpkernels.checkpoint",
+    "init_mesh": "tpkernels.comm.mesh",
+    "load_full_state_dict": "tpkernels.checkpoint",
+    "parallelize": "tpkernels.parallelize",
+    "spec_of": "tpkernels.shard_spec",
+    "unparallelize": "tpkernels.parallelize",
+    "vocab_parallel_cross_entropy": "tpkernels.modules",
+}
+
+__all__ = ["__version__", "ops", *_EXPORTS]  # noqa: PLE0604, PLE0605 (names are lazy)
+
+_TORCH_MISSING = (
+    "tpkernels: torch is not installed and every tensor feature needs it. "
+    "Fix: pip install 'torch>=2.11'"
+)
+_HAVE_TORCH = importlib.util.find_spec("torch") is not None
+
+if not _HAVE_TORCH:
+    print(_TORCH_MISSING, file=sys.stderr)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS or name == "ops":
+        if not _HAVE_TORCH:
+            raise ImportError(_TORCH_MISSING)
+        if name == "ops":
+            return importlib.import_module("tpkernels.ops")
+        value = getattr(importlib.import_module(_EXPORTS[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'tpkernels' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

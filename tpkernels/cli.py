@@ -1,0 +1,52 @@
+"""The `tpkernels` command: one subcommand a program, each with `--help` of its own."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+import tpkernels
+
+# name -> (module with main(argv) -> exit status, whether it needs torch, one line of help)
+COMMANDS = {
+    "demo": (
+        "tpkernels.demo.run",
+        True,
+        "run pretrained models dense and tensor-parallel, and compare",
+    ),
+    "doctor": (
+        "tpkernels.doctor",
+        False,
+        "show what is installed, which kernels serve, and how to fix the rest",
+    ),
+    "build": (
+        "tpkernels.build",
+        True,
+        "compile the native extension in place, against the torch that is installed",
+    ),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand and return its exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
+    parsed = _parser().parse_args(arguments)
+    module, needs_torch, _ = COMMANDS[parsed.command]
+    if needs_torch and not tpkernels._HAVE_TORCH:
+        return 1  # `import tpkernels` has said that torch is missing, and how to get it
+    return importlib.import_module(module).main(parsed.arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    commands = "\n".join(f"  {name:<8} {help_}" for name, (_, _, help_) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="tpkernels",
+        description="Tensor-parallel layers whose communication disappears.",
+        epilog=f"commands:\n{commands}\n\n`tpkernels COMMAND --help` shows a command's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"tpkernels {tpkernels.__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser

@@ -1,0 +1,1 @@
+"""Groups of ranks, collectives on them, and what must agree between ranks."""

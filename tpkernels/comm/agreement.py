@@ -1,0 +1,114 @@
+"""Do the ranks of a group agree on what they must share? A cheap check, in the first calls.
+
+Ranks of one tensor-parallel group must be fed the same inputs and hold the same replicated
+weights. When they do not, every number downstream is wrong and nothing else would say so; with
+different shapes the next collective hangs. So each rank's values are reduced to a short
+fingerprint, the fingerprints are gathered (one small collective), and a difference raises on
+every rank.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tpkernels import envs
+from tpkernels.comm.collectives import all_gather_bytes
+from tpkernels.comm.group import Group, GroupLike, resolve_group
+from tpkernels.errors import AgreementError
+
+CHECKED_CALLS = 2  # how many calls "first" covers: the first, and one with warm state
+_WEIGHTS = 1021  # a prime period of position weights, so that swapped values are seen
+_FIELDS = ("number of dimensions", "shape", "dtype", "values")
+
+
+def check_agreement(values: Mapping[str, Tensor | None], group: GroupLike, what: str) -> None:
+    """Raise :class:`AgreementError` on all ranks unless every named tensor agrees.
+
+    Args:
+        values: name -> tensor (None counts as a value), in the same order on all ranks.
+        group: whose ranks must agree; a group of one always does.
+        what: what is compared, for the message ("inputs of layer.0.mlp").
+
+    Collective over the group: one all-gather of 32 bytes a tensor, whatever the tensors' size.
+    """
+    group = resolve_group(group)
+    if group.size == 1 or not values:
+        return
+    rows = torch.stack([_fingerprint(value) for value in values.values()])
+    count = torch.tensor([len(values), *([0] * 3)], dtype=torch.int64)
+    device = _device(group)
+    counts = all_gather_bytes(count.to(device), group.name).cpu()
+    if not bool((counts[:, 0] == len(values)).all()):
+        raise AgreementError(
+            f"{what}: the ranks of {group!r} name different numbers of tensors: "
+            f"{counts[:, 0].tolist()}. Fix: give every rank of a group the same arguments"
+        )
+    gathered = all_gather_bytes(rows.to(device), group.name).cpu()  # [R, T, 4]
+    for index, name in enumerate(values):
+        seen = gathered[:, index]
+        for field, label in enumerate(_FIELDS):
+            if bool((seen[:, field] != seen[0, field]).any()):
+                other = [r for r in range(group.size) if seen[r, field] != seen[0, field]]
+                mine = values[name]
+                shown = "None" if mine is None else f"{tuple(mine.shape)} {mine.dtype}"
+                raise AgreementError(
+                    f"{what}: {name!r} differs in {label} between the ranks of one group: ranks "
+                    f"{other} of the group differ from rank 0 (this is rank {group.rank}: "
+                    f"{shown}). Fix: give every rank of a tensor-parallel group the same batch "
+                    "and the same replicated weights (same seed or checkpoint); "
+                    "TPKERNELS_CHECK=off skips the check"
+                )
+
+
+def _device(group: Group) -> torch.device:
+    assert group.process_group is not None
+    types = {device.type for device in group.process_group._device_types}
+    return torch.device("cpu") if "cpu" in types else torch.device("cuda")
+
+
+def _fingerprint(value: Tensor | None) -> Tensor:
+    """Four int64: dimensions, hash of the shape, hash of the dtype, checksum of the bits."""
+    if value is None:
+        return torch.full((4,), -1, dtype=torch.int64)
+    if hasattr(value, "to_local"):
+        value = value.to_local()
+    value = value.detach()
+    header = [
+        value.dim(),
+        zlib.crc32(repr(tuple(value.shape)).encode()),
+        zlib.crc32(str(value.dtype).encode()),
+    ]
+    return torch.tensor([*header, _checksum(value)], dtype=torch.int64)
+
+
+def _checksum(value: Tensor) -> int:
+    if value.numel() == 0 or value.is_meta:
+        return 0
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    bits = value.contiguous().view(-1)
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]
+    numbers = bits.view(width).to(torch.int64)
+    positions = torch.arange(numbers.numel(), device=numbers.device) % _WEIGHTS + 1
+    return int((numbers * positions).sum())
+
+
+class FirstCalls:
+    """Counts calls so that the check runs in the first ones (``TPKERNELS_CHECK``)."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def due(self) -> bool:
+        """Whether this call should be checked; counts it."""
+        if torch.compiler.is_compiling():
+            return False
+        mode = envs.check()
+        if mode == "first" and self._seen < CHECKED_CALLS:
+            self._seen += 1
+            return True
+        return mode == "always"

@@ -1,0 +1,94 @@
+"""``init_mesh``: one ``DeviceMesh`` for every axis, from torchrun's variables or from none."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tpkernels import envs
+from tpkernels.errors import ConfigError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def init_mesh(
+    pp: int = 1,
+    dp_replicate: int = 1,
+    dp_shard: int | None = None,
+    cp: int = 1,
+    tp: int = 1,
+    *,
+    device_type: str | None = None,
+) -> DeviceMesh:
+    """A ``DeviceMesh`` with dimensions ``("pp", "dp_replicate", "dp_shard", "cp", "tp")``.
+
+    The process group is started from torchrun's variables (``RANK``, ``WORLD_SIZE``, ...) when
+    none runs yet; a plain ``python`` is a world of one. Flattened dimensions ``"dp"``
+    (dp_replicate x dp_shard) and ``"dp_shard_cp"`` can be taken by name as well.
+
+    Args:
+        pp, dp_replicate, cp, tp: ranks along each axis; exactly one argument may be None and
+            is filled with what the world size leaves (by default ``dp_shard``).
+        device_type: ``"cuda"`` or ``"cpu"``; default: cuda if a GPU is there.
+
+    Collective over all ranks. The time limit of its collectives is ``TPKERNELS_TIMEOUT``.
+
+    Raises:
+        ConfigError: sizes that do not multiply to the world size, naming what would.
+    """
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    _start_process_group(device_type)
+    given = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    sizes = _fill(given, dist.get_world_size())
+    mesh = init_device_mesh(
+        device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES
+    )
+    mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    return mesh
+
+
+def _fill(given: dict[str, int | None], world: int) -> dict[str, int]:
+    for axis, size in given.items():
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ConfigError(f"{axis}={size!r} must be a whole number of ranks, at least 1")
+    missing = [axis for axis, size in given.items() if size is None]
+    if len(missing) > 1:
+        raise ConfigError(
+            f"{' and '.join(missing)} are None; at most one axis can be filled from the world size"
+        )
+    product = 1
+    for size in given.values():
+        product *= size or 1
+    shown = " x ".join(f"{axis}={size}" for axis, size in given.items() if size not in (1, None))
+    shown = shown or "all axes 1"
+    if (missing and world % product) or (not missing and product != world):
+        raise ConfigError(
+            f"{shown} needs {'a multiple of ' if missing else ''}{product} ranks, but the world "
+            f"has {world}. Fix: start with --nproc {product} or choose sizes whose product "
+            f"{'divides' if missing else 'is'} {world}"
+        )
+    return {axis: world // product if size is None else size for axis, size in given.items()}
+
+
+def _start_process_group(device_type: str) -> None:
+    if dist.is_initialized():
+        return
+    timeout = datetime.timedelta(seconds=envs.timeout())
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = None
+    if device_type == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device
+        )

@@ -1,0 +1,103 @@
+"""Starting the ranks of a command: `--nproc N` through `torch.distributed.run`, on this machine.
+
+The launcher is quiet: what the ranks print is all there is, and a rank that fails gives one
+message and a non-zero exit status. Under `torchrun` nothing is started; the command joins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+
+from tpkernels import errors
+from tpkernels.testing.rank_errors import RankFailure, exit_status, rank_error
+
+_LAUNCHED = "TPKERNELS_LAUNCHED"
+INTERRUPTED = 130
+
+
+def nproc_argument(text: str) -> int:
+    """An `argparse` type: a number of ranks, at least 1."""
+    try:
+        nproc = int(text)
+    except ValueError:
+        nproc = 0
+    if nproc < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of ranks; allowed: 1, 2, 3, ... Fix: --nproc 2"
+        )
+    return nproc
+
+
+def inside_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether `torchrun`, or `start_ranks`, started this process as one of several ranks."""
+    return "RANK" in environ and "WORLD_SIZE" in environ
+
+
+def prepare_rank() -> None:
+    """To be called first thing in a rank: Ctrl-C ends it at once, without a traceback."""
+    if os.environ.get(_LAUNCHED):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def start_ranks(arguments: list[str], nproc: int) -> int:
+    """Run `python -m tpkernels ARGUMENTS` on `nproc` ranks of this machine; return exit status.
+
+    Each rank gets `max(1, cores // nproc)` threads unless `OMP_NUM_THREADS` says otherwise.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if sys.platform.startswith("linux"):
+        # All ranks are on this machine, whose host name need not resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ[_LAUNCHED] = "1"
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={nproc}"]
+    try:
+        run.run(run.parse_args([*options, "-m", "tpkernels", *arguments]))
+    except ChildFailedError as error:
+        print(_describe(error, nproc), file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, SignalException):
+        print("tpkernels: interrupted; all ranks were ended", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def report_failure(error: BaseException) -> int:
+    """Tell the launcher why this rank fails; returns the exit status to end with."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        get_error_handler().record_exception(error)
+    if not os.environ.get(_LAUNCHED):  # torchrun shows a summary, but not the message as it is
+        print(f"tpkernels: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+    return 1
+
+
+def _describe(error: object, nproc: int) -> str:
+    failures = []
+    for rank, failure in error.failures.items():  # type: ignore[attr-defined]
+        recorded = failure.error_file_data.get("message")
+        if isinstance(recorded, dict):
+            type_name, _, message = recorded["message"].partition(": ")
+            # An error of ours says what to do; any other is a bug, which the stack helps to find.
+            stack = "" if hasattr(errors, type_name) else recorded["extraInfo"]["py_callstack"]
+            failures.append(RankFailure(rank, "raised", message, type_name, stack))
+        else:
+            status = f"died: it {exit_status(failure.exitcode)}"
+            failures.append(RankFailure(rank, "died", status))
+    first = rank_error(failures, nproc)
+    lines = [f"tpkernels: {first.failures[0].headline()}"]
+    lines += first.failures[0].message.splitlines()[1:]
+    if first.remote_traceback:
+        lines.append(first.remote_traceback.rstrip())
+    return "\n".join(lines)

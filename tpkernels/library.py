@@ -1,0 +1,131 @@
+"""How an op of ours is put into PyTorch's dispatcher: one call, everything in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.errors import ConfigError
+
+NAMESPACE = "tpkernels"
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # lives as long as the process
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+OP_NAMES: list[str] = []  # every op defined here, in order of definition
+
+
+def define(
+    name: str,
+    signature: str,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
+    autograd: Callable[..., Any] | None = None,
+    autocast: bool = True,
+) -> Any:
+    """Define ``torch.ops.tpkernels.<name>`` and return its default overload.
+
+    ``reference`` serves every device until something faster is registered for one of them.
+    ``backward`` with ``setup_context`` are as for ``torch.library.register_autograd``;
+    ``autograd`` instead is a kernel of its own for the Autograd key (it may call other ops).
+    Under autocast every floating-point argument but float64 is cast, as for ``F.linear``, unless
+    ``autocast`` is False.
+    """
+    qualified = f"{NAMESPACE}::{name}"
+    LIBRARY.define(f"{name}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(qualified, fake, lib=LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(
+            qualified, backward, setup_context=setup_context, lib=LIBRARY
+        )
+    elif autograd is not None:
+        LIBRARY.impl(name, autograd, "Autograd")
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    for device_type in ("cpu", "cuda") if autocast else ():
+        LIBRARY.impl(name, _autocast_kernel(op, device_type), f"Autocast{device_type.upper()}")
+    OP_NAMES.append(name)
+    return op
+
+
+def _autocast_kernel(op: Any, device_type: str) -> Callable[..., Any]:
+    keys = torch._C.DispatchKeySet(
+        torch._C.DispatchKey.AutocastCPU if device_type == "cpu" else torch._C.DispatchKey.AutocastCUDA
+    )
+
+    def kernel(*args: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return op(*(_cast(arg, dtype) for arg in args))
+
+    return kernel
+
+
+def _cast(arg: Any, dtype: torch.dtype) -> Any:
+    if isinstance(arg, Tensor):
+        if arg.is_floating_point() and arg.dtype is not torch.float64:
+            return arg.to(dtype)
+    elif isinstance(arg, (list, tuple)):
+        return [_cast(item, dtype) for item in arg]
+    return arg
+
+
+def rows(x: Tensor) -> Tensor:
+    """x [..., K] as [M, K]; also for K = 0, which ``reshape(-1, K)`` cannot do."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd will ask for a gradient of an op on these tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def check_gemm(op: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Raise :class:`ConfigError` unless x [..., K], weight [N, K], bias [N] fit each other."""
+    if weight.dim() != 2:
+        raise ConfigError(f"{op}: weight must be [N, K], got {weight.dim()}-D {tuple(weight.shape)}")
+    if x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ConfigError(
+            f"{op}: x must be [..., K] with K={weight.shape[1]} as weight {tuple(weight.shape)} "
+            f"[N, K] says, got {tuple(x.shape)}"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ConfigError(
+            f"{op}: bias must be [N] with N={weight.shape[0]}, got {tuple(bias.shape)}"
+        )
+    check_dtypes(op, x=x, weight=weight, bias=bias)
+
+
+def check_dtypes(op: str, **tensors: Tensor | None) -> None:
+    """Raise :class:`ConfigError` unless all tensors share one of :data:`DTYPES` and a device."""
+    given = {name: t for name, t in tensors.items() if t is not None}
+    first_name, first = next(iter(given.items()))
+    for name, tensor in given.items():
+        if tensor.dtype not in DTYPES:
+            allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+            raise ConfigError(f"{op}: {name} has dtype {tensor.dtype}; allowed: {allowed}")
+        if tensor.dtype is not first.dtype:
+            raise ConfigError(
+                f"{op}: {name} is {tensor.dtype} but {first_name} is {first.dtype}; all tensors "
+                f"need one dtype. Fix: {name}.to({first.dtype}) or run under torch.autocast"
+            )
+        if tensor.device != first.device:
+            raise ConfigError(
+                f"{op}: {name} is on {tensor.device} but {first_name} is on {first.device}. "
+                f"Fix: {name}.to({str(first.device)!r})"
+            )
+
+
+def check_same_shape(op: str, **tensors: Tensor) -> None:
+    """Raise :class:`ConfigError` unless all tensors have the shape of the first."""
+    (first_name, first), *rest = tensors.items()
+    for name, tensor in rest:
+        if tensor.shape != first.shape:
+            raise ConfigError(
+                f"{op}: {name} must have the shape of {first_name}, {tuple(first.shape)}, "
+                f"got {tuple(tensor.shape)}"
+            )

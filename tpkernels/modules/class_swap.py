@@ -1,0 +1,79 @@
+"""Turning a module into its tensor-parallel form in place, and back.
+
+As ``fully_shard`` does: the instance's class becomes ``type(name, (Parallel, Original), {})``.
+The object stays the same, so its name, its hooks, its keys, references to it and
+``isinstance(module, Original)`` keep working; restoring the class undoes it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from tpkernels.errors import ConfigError
+
+_MISSING = object()
+_RECORD = "_tpkernels_swap"
+
+
+@dataclass
+class _Swap:
+    original: type
+    attributes: dict[str, Any] = field(default_factory=dict)  # name -> value before the swap
+
+
+@functools.cache
+def _joined(parallel: type, original: type) -> type:
+    name = parallel.__name__
+    if original.__name__ not in (name, "Linear"):
+        name = f"{name}_{original.__name__}"
+    return type(name, (parallel, original), {"__module__": parallel.__module__})
+
+
+def swap_class(module: nn.Module, parallel: type, **attributes: Any) -> None:
+    """Make ``module`` a ``parallel`` in place and set ``attributes`` on it, reversibly."""
+    if is_swapped(module):
+        raise ConfigError(
+            f"{type(module).__name__} is already tensor-parallel. Fix: tpkernels.unparallelize first"
+        )
+    module.__dict__.setdefault(_RECORD, _Swap(type(module)))
+    module.__class__ = _joined(parallel, type(module))
+    set_attributes(module, **attributes)
+
+
+def set_attributes(module: nn.Module, **attributes: Any) -> None:
+    """Set attributes on a module so that :func:`restore_class` puts the old ones back."""
+    record: _Swap = module.__dict__.setdefault(_RECORD, _Swap(type(module)))
+    for name, value in attributes.items():
+        record.attributes.setdefault(name, module.__dict__.get(name, _MISSING))
+        module.__dict__[name] = value
+
+
+def is_swapped(module: nn.Module) -> bool:
+    """Whether :func:`swap_class` changed this module's class."""
+    return original_class(module) is not type(module)
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether there is anything for :func:`restore_class` to undo."""
+    return _RECORD in module.__dict__
+
+
+def original_class(module: nn.Module) -> type:
+    """The class the module had before it was swapped (its own class if it was not)."""
+    record = module.__dict__.get(_RECORD)
+    return record.original if record is not None else type(module)
+
+
+def restore_class(module: nn.Module) -> None:
+    """Undo :func:`swap_class`: the original class and the original attributes."""
+    record: _Swap = module.__dict__.pop(_RECORD)
+    module.__class__ = record.original
+    for name, value in record.attributes.items():
+        if value is _MISSING:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = value

@@ -1,0 +1,45 @@
+"""Dropout whose mask differs per rank on split activations, and modules fused away."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tpkernels.comm.group import Group, GroupLike, resolve_group
+from tpkernels.comm.rng import rank_stream
+from tpkernels.modules.class_swap import swap_class
+
+
+def sharded_dropout(x: Tensor, p: float, training: bool, group: Group) -> Tensor:
+    """``F.dropout(x, p, training)`` on an activation of which each rank holds another part."""
+    if not training or p == 0.0:
+        return x
+    with rank_stream(group, x.device):
+        return F.dropout(x, p, True)
+
+
+class ShardedDropout(nn.Module):
+    """An ``nn.Dropout`` that acts on a split activation: every rank draws its own mask."""
+
+    group: Group
+    p: float
+
+    @classmethod
+    def shard_(cls, module: nn.Module, group: GroupLike) -> None:
+        """Turn an ``nn.Dropout`` into this, in place."""
+        swap_class(module, cls, group=resolve_group(group))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sharded_dropout(x, self.p, self.training, self.group)
+
+
+class FusedActivation(nn.Module):
+    """An activation module whose work the GEMM before it does: the identity."""
+
+    @classmethod
+    def fuse_(cls, module: nn.Module) -> None:
+        """Turn an activation module into the identity, in place."""
+        swap_class(module, cls)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x

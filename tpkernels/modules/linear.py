@@ -1,0 +1,362 @@
+"""``ColumnParallelLinear`` and ``RowParallelLinear``: a linear layer split over ranks.
+
+    Y = X A^T + b      column: A's rows (out features) are split, every rank has all of X
+                       row:    A's columns (in features) are split, X arrives split
+
+The names and the roles are Megatron's (arXiv:1909.08053).
+"""
+
+# K in features, N out features, R ranks
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpkernels.comm.agreement import FirstCalls, check_agreement
+from tpkernels.comm.group import Group, GroupLike, resolve_group
+from tpkernels.comm.regions import gather_from_tensor_model_parallel_region as gather_from_region
+from tpkernels.comm.regions import scatter_to_tensor_model_parallel_region as scatter_to_region
+from tpkernels.comm.rng import rejoin_shared_stream
+from tpkernels.errors import ConfigError, UnsupportedModuleError
+from tpkernels.modules.class_swap import swap_class
+from tpkernels.modules.parameters import layout_spec, local_tensor, shard_parameter_, split_spec
+from tpkernels.modules.style import SwapStyle
+from tpkernels.overlap import column_gemm_act, gemm_all_reduce
+from tpkernels.overlap.replicated import sum_replicated_gradient
+from tpkernels.shard_spec import Chunk, chunk_sizes, spec_of
+
+
+class JointProjection:
+    """Leaves that read one input (Q, K and V) computed together, so that backward sends one dX.
+
+    Inside :meth:`region`, the first leaf called with a tensor computes all leaves' outputs on it;
+    the others pick theirs up when called with the same tensor.
+    """
+
+    def __init__(self, leaves: list[ColumnParallelLinear]) -> None:
+        self._leaves = leaves
+        self._open = False
+        self._input: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        """Share outputs between the leaves' calls inside; keeps nothing afterwards."""
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open, self._input, self._outputs = False, None, {}
+
+    def take(self, leaf: ColumnParallelLinear, x: Tensor) -> Tensor | None:
+        """``leaf(x)`` computed with its siblings', or None outside a region."""
+        if not self._open:
+            return None
+        if x is not self._input or id(leaf) not in self._outputs:
+            outputs = column_gemm_act(
+                x,
+                [each.local_weight() for each in self._leaves],
+                [each.local_bias() for each in self._leaves],
+                leaf.activation,
+                leaf.group.name,
+            )
+            self._input = x
+            self._outputs = {
+                id(each): y for each, y in zip(self._leaves, outputs, strict=True)
+            }
+        return self._outputs.pop(id(leaf))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> JointProjection:
+        copied = JointProjection([])
+        memo[id(self)] = copied
+        copied._leaves = [copy.deepcopy(leaf, memo) for leaf in self._leaves]
+        return copied
+
+
+class _ParallelLinear(nn.Module):
+    """What both splits share. ``transposed``: the weight is stored [K, N] (GPT-2's Conv1D)."""
+
+    group: Group
+    in_features: int
+    out_features: int
+    transposed: bool = False
+    checks_inputs: bool = True
+    _split: str
+
+    def _init_parallel(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        group: GroupLike,
+        device: Any,
+        dtype: torch.dtype | None,
+    ) -> None:
+        for name, value in (("in_features", in_features), ("out_features", out_features)):
+            if not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name}={value!r} must be a whole number, at least 0")
+        dense = nn.Linear(in_features, out_features, bias, device, dtype)
+        self.group = resolve_group(group)
+        self.in_features, self.out_features = in_features, out_features
+        self.weight, self.bias = dense.weight, dense.bias
+        self._first_calls = FirstCalls()
+
+    @property
+    def _out_dim(self) -> int:
+        return 1 if self.transposed else 0
+
+    def local_weight(self) -> Tensor:
+        """This rank's weight as [N_r, K] (column) or [N, K_r] (row); a view, differentiable."""
+        weight = sum_replicated_gradient(
+            local_tensor(self.weight), spec_of(self.weight), self.group.name
+        )
+        return weight.t() if self.transposed else weight
+
+    def local_bias(self) -> Tensor | None:
+        """This rank's bias, or None."""
+        if self.bias is None:
+            return None
+        return sum_replicated_gradient(local_tensor(self.bias), spec_of(self.bias), self.group.name)
+
+    def _check_input(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise ConfigError(f"{type(self).__name__}: input must be a Tensor, got {type(x)}")
+        if self.checks_inputs and self._first_calls.due():
+            check_agreement({"input": x}, self.group, f"{type(self).__name__} {self.extra_repr()}")
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, "
+            f"{self._split} split, rank {self.group.rank} of {self.group.size}"
+        )
+
+
+def _leaf_features(module: nn.Module, name: str) -> tuple[int, int, bool]:
+    """(in, out, transposed) of an ``nn.Linear`` or a Conv1D-like layer."""
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.dim() != 2 or not weight.is_floating_point():
+        raise UnsupportedModuleError(
+            f"{name}: {type(module).__name__} has no floating-point 2-D weight to split. "
+            "Fix: leave it out of the plan"
+        )
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features, False
+    if hasattr(module, "nf"):  # transformers' Conv1D stores [K, N]
+        return weight.shape[0], weight.shape[1], True
+    raise UnsupportedModuleError(
+        f"{name}: {type(module).__name__} is neither nn.Linear nor Conv1D. Fix: leave it out"
+    )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear layer whose out features are split: rank r computes its part of Y.
+
+    Equivalent to ``act(F.linear(x, weight, bias))`` of the whole layer, of which this rank
+    returns [..., N_r] (or all, with ``gather_output``).
+
+    Args:
+        in_features, out_features: K and N of the whole layer; N need not divide by the ranks
+            (5 over 2 gives 3 and 2).
+        bias: whether there is one; it is split like the weight.
+        group: a 1-D ``DeviceMesh``, a ``ProcessGroup`` or None for all ranks.
+        gather_output: return the whole [..., N] on every rank (one all-gather).
+        activation: fused into the GEMM's epilogue (none, gelu, gelu_tanh, silu, relu, relu2).
+        device, dtype: as for ``nn.Linear``.
+
+    Initialised as ``nn.Linear`` would be with the same seed, on every rank alike. Input [..., K]
+    must be the same on all ranks; backward all-reduces its gradient once.
+    """
+
+    _split = "column"
+    joint: JointProjection | None = None
+    activation: str = "none"
+    gather_output: bool = False
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: GroupLike = None,
+        gather_output: bool = False,
+        activation: str = "none",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self._init_parallel(in_features, out_features, bias, group, device, dtype)
+        self.activation, self.gather_output = activation, gather_output
+        self._split_parameters(None)
+
+    @classmethod
+    def shard_(
+        cls,
+        module: nn.Module,
+        group: GroupLike,
+        *,
+        name: str = "module",
+        layout: tuple[tuple[Chunk, ...], ...] | None = None,
+        gather_output: bool = False,
+        activation: str = "none",
+    ) -> None:
+        """Turn a dense linear layer into its column-parallel form, in place.
+
+        ``layout``: which out features each rank holds (default: as ``torch.chunk`` splits).
+        """
+        in_features, out_features, transposed = _leaf_features(module, name)
+        swap_class(
+            module,
+            cls,
+            group=resolve_group(group),
+            transposed=transposed,
+            in_features=in_features,
+            out_features=out_features,
+            gather_output=gather_output,
+            activation=activation,
+            joint=None,
+            _first_calls=FirstCalls(),
+        )
+        module._split_parameters(layout)  # type: ignore[operator]
+
+    @classmethod
+    def style(cls, **options: Any) -> SwapStyle:
+        """A ``ParallelStyle`` for ``parallelize_module`` or a plan; options as for ``shard_``."""
+        return SwapStyle(cls, cls.shard_, options)
+
+    def _split_parameters(self, layout: tuple[tuple[Chunk, ...], ...] | None) -> None:
+        for name in ("weight", "bias"):
+            parameter = self._parameters.get(name)
+            if parameter is None or spec_of(parameter) is not None:
+                continue
+            dim = self._out_dim if name == "weight" else 0
+            if layout is None:
+                sizes = chunk_sizes(self.out_features, self.group.size)
+                spec = split_spec(parameter.shape, dim, self.group, sizes)
+            else:
+                spec = layout_spec(parameter.shape, dim, self.group, layout)
+            shard_parameter_(self, name, spec, self.group)
+
+    def output_sizes(self) -> list[int]:
+        """Out features of every rank."""
+        spec = spec_of(self.weight)
+        if spec is None:
+            return chunk_sizes(self.out_features, self.group.size)
+        return [spec.local_shape_of(rank)[spec.dim] for rank in range(self.group.size)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input(x)
+        if self.joint is not None and (y := self.joint.take(self, x)) is not None:
+            return y
+        weight, bias = self.local_weight(), self.local_bias()
+        (y,) = column_gemm_act(x, [weight], [bias], self.activation, self.group.name)
+        if self.gather_output:
+            y = gather_from_region(y, self.group.name, -1, self.output_sizes())
+        return y
+
+
+class RowParallelLinear(_ParallelLinear):
+    """A linear layer whose in features are split: partial sums are all-reduced, bias added once.
+
+    Equivalent to ``all_reduce(F.linear(x_r, weight_r)) + bias``, which is the whole layer.
+
+    Args:
+        in_features, out_features: K and N of the whole layer; K need not divide by the ranks.
+        bias: replicated, added once, after the reduction.
+        group: a 1-D ``DeviceMesh``, a ``ProcessGroup`` or None for all ranks.
+        input_is_parallel: x is this rank's [..., K_r]; False: x is whole and is cut here.
+        reduce_dtype: dtype of the partial sums on the wire (None: x's); ``torch.float32`` makes
+            a bf16 layer round once.
+        device, dtype: as for ``nn.Linear``.
+    """
+
+    _split = "row"
+    input_is_parallel: bool = True
+    reduce_dtype: torch.dtype | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: GroupLike = None,
+        input_is_parallel: bool = True,
+        reduce_dtype: torch.dtype | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self._init_parallel(in_features, out_features, bias, group, device, dtype)
+        self.input_is_parallel, self.reduce_dtype = input_is_parallel, reduce_dtype
+        self._split_parameters(None)
+
+    @classmethod
+    def shard_(
+        cls,
+        module: nn.Module,
+        group: GroupLike,
+        *,
+        name: str = "module",
+        layout: tuple[tuple[Chunk, ...], ...] | None = None,
+        input_is_parallel: bool = True,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Turn a dense linear layer into its row-parallel form, in place.
+
+        ``layout``: which in features each rank holds (default: as ``torch.chunk`` splits).
+        """
+        in_features, out_features, transposed = _leaf_features(module, name)
+        swap_class(
+            module,
+            cls,
+            group=resolve_group(group),
+            transposed=transposed,
+            in_features=in_features,
+            out_features=out_features,
+            input_is_parallel=input_is_parallel,
+            reduce_dtype=reduce_dtype,
+            _first_calls=FirstCalls(),
+        )
+        module._split_parameters(layout)  # type: ignore[operator]
+
+    @classmethod
+    def style(cls, **options: Any) -> SwapStyle:
+        """A ``ParallelStyle`` for ``parallelize_module`` or a plan; options as for ``shard_``."""
+        return SwapStyle(cls, cls.shard_, options)
+
+    def _split_parameters(self, layout: tuple[tuple[Chunk, ...], ...] | None) -> None:
+        dim = 1 - self._out_dim
+        if layout is None:
+            sizes = chunk_sizes(self.in_features, self.group.size)
+            spec = split_spec(self.weight.shape, dim, self.group, sizes)
+        else:
+            spec = layout_spec(self.weight.shape, dim, self.group, layout)
+        shard_parameter_(self, "weight", spec, self.group)
+
+    def input_sizes(self) -> list[int]:
+        """In features of every rank."""
+        spec = spec_of(self.weight)
+        if spec is None:
+            return chunk_sizes(self.in_features, self.group.size)
+        return [spec.local_shape_of(rank)[spec.dim] for rank in range(self.group.size)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        rejoin_shared_stream()  # what follows is replicated: dropout must agree again
+        if not self.input_is_parallel:
+            self._check_input(x)
+            x = scatter_to_region(x, self.group.name, -1, self.input_sizes())
+        return gemm_all_reduce(
+            x,
+            self.local_weight(),
+            self.local_bias(),
+            self.group.name,
+            reduce_dtype=self.reduce_dtype,
+        )

@@ -1,0 +1,168 @@
+"""``TPMultiheadAttention``: ``nn.MultiheadAttention`` split by heads, same call, same keys."""
+
+# L queries, S keys, B batch, E embedding, H heads
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpkernels.comm.agreement import FirstCalls, check_agreement
+from tpkernels.comm.group import Group, GroupLike, resolve_group
+from tpkernels.comm.regions import gather_from_tensor_model_parallel_region as gather_from_region
+from tpkernels.errors import ConfigError, UnsupportedModuleError
+from tpkernels.modules.attend import attend, local_mask
+from tpkernels.modules.attention import qkv_layout, split_output_
+from tpkernels.modules.class_swap import swap_class
+from tpkernels.modules.dropout import sharded_dropout
+from tpkernels.modules.head_partition import HeadPartition
+from tpkernels.modules.parameters import layout_spec, local_tensor, shard_parameter_
+from tpkernels.modules.style import SwapStyle
+from tpkernels.overlap import column_gemm_act
+
+
+class TPMultiheadAttention(nn.Module):
+    """An ``nn.MultiheadAttention`` whose heads are split; made by :meth:`shard_`, in place.
+
+    ``in_proj_weight`` [3E, E] is split as three blocks by heads, ``out_proj`` by rows. The call
+    and its results are ``nn.MultiheadAttention``'s, returned weights included.
+    """
+
+    group: Group
+    heads: HeadPartition
+    checks_inputs: bool = True
+
+    @classmethod
+    def shard_(cls, module: nn.Module, group: GroupLike, *, name: str = "self_attn") -> None:
+        """Turn an ``nn.MultiheadAttention`` into this, in place."""
+        group = resolve_group(group)
+        if not isinstance(module, nn.MultiheadAttention):
+            raise UnsupportedModuleError(
+                f"{name}: expected nn.MultiheadAttention, got {type(module).__name__}"
+            )
+        for option, off in (("bias_k", None), ("add_zero_attn", False)):
+            if getattr(module, option) is not off:
+                raise UnsupportedModuleError(f"{name}: {option} cannot be split over heads")
+        if not module._qkv_same_embed_dim:
+            raise UnsupportedModuleError(
+                f"{name}: kdim or vdim differ from embed_dim; only a shared embed_dim can be split"
+            )
+        heads = HeadPartition.of(
+            module.num_heads, module.num_heads, module.head_dim, group.size, name
+        )
+        swap_class(module, cls, group=group, heads=heads, _first_calls=FirstCalls())
+        split_output_(module.out_proj, heads, group, f"{name}.out_proj")
+        for leaf in ("in_proj_weight", "in_proj_bias"):
+            dense = module._parameters.get(leaf)
+            if dense is not None:
+                spec = layout_spec(dense.shape, 0, group, qkv_layout(heads))
+                shard_parameter_(module, leaf, spec, group)
+
+    @classmethod
+    def style(cls, **options: Any) -> SwapStyle:
+        """A ``ParallelStyle``; options as for ``shard_``."""
+        return SwapStyle(cls, cls.shard_, options)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``nn.MultiheadAttention.forward``; all arguments the same on all ranks."""
+        if is_causal and attn_mask is None:
+            raise ConfigError("is_causal=True needs attn_mask, as in nn.MultiheadAttention")
+        if self.checks_inputs and self._first_calls.due():
+            check_agreement(
+                {"query": query, "key": key, "value": value}, self.group, "nn.MultiheadAttention"
+            )
+        batched, shared = query.dim() == 3, (query is key, key is value)
+        q_in, k_in, v_in = (self._batch_first(t, batched) for t in (query, key, value))
+        if shared == (True, True):
+            k_in = v_in = q_in
+        elif shared[1]:
+            v_in = k_in
+        q, k, v = (
+            t.unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)
+            for t in self._project(q_in, k_in, v_in)
+        )
+        mask = self._mask(attn_mask, key_padding_mask, q, batched)
+        p = self.dropout if self.training else 0.0
+        if need_weights:
+            y, weights = self._with_weights(q, k, v, mask, p, average_attn_weights)
+        else:
+            y, weights = attend(q, k, v, self.group, mask=mask, dropout=p), None
+        y = self.out_proj(y.transpose(1, 2).flatten(2))
+        if not batched:
+            return y[0], None if weights is None else weights[0]
+        return (y if self.batch_first else y.transpose(0, 1)), weights
+
+    def _batch_first(self, x: Tensor, batched: bool) -> Tensor:
+        if not batched:
+            return x[None]
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _project(self, q_in: Tensor, k_in: Tensor, v_in: Tensor) -> list[Tensor]:
+        weight = local_tensor(self.in_proj_weight)
+        rows = weight.shape[0] // 3  # q, k and v have equally many heads
+        weights = list(weight.split(rows)) if rows else [weight] * 3
+        if self.in_proj_bias is None:
+            biases: list[Tensor | None] = [None] * 3
+        else:
+            bias = local_tensor(self.in_proj_bias)
+            biases = list(bias.split(rows)) if rows else [bias] * 3
+        name = self.group.name
+        if q_in is k_in and k_in is v_in:
+            return column_gemm_act(q_in, weights, biases, "none", name)
+        q = column_gemm_act(q_in, weights[:1], biases[:1], "none", name)
+        if k_in is v_in:
+            return q + column_gemm_act(k_in, weights[1:], biases[1:], "none", name)
+        k = column_gemm_act(k_in, weights[1:2], biases[1:2], "none", name)
+        return q + k + column_gemm_act(v_in, weights[2:], biases[2:], "none", name)
+
+    def _mask(
+        self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, batched: bool
+    ) -> Tensor | None:
+        """Ours from nn.MultiheadAttention's, where a bool True means *not* allowed."""
+        if attn_mask is not None:
+            if attn_mask.dtype is torch.bool:
+                attn_mask = ~attn_mask
+            if attn_mask.dim() == 3:  # [B * H, L, S]
+                attn_mask = attn_mask.unflatten(0, (-1, self.heads.num_heads))
+        real = None
+        if padding is not None:
+            padding = padding if batched else padding[None]
+            if padding.is_floating_point():
+                add = padding[:, None, None, :]
+                if attn_mask is None:
+                    attn_mask = add
+                elif attn_mask.dtype is torch.bool:
+                    attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(add.dtype) + add
+                else:
+                    attn_mask = attn_mask + add
+            else:
+                real = ~padding.to(torch.bool)
+        first_and_count = self.heads.q[self.group.rank]
+        return local_mask(attn_mask, real, first_and_count, self.heads.num_heads, q.dtype)
+
+    def _with_weights(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, average: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(output of this rank's heads, weights of all heads or their average [B, (H,) L, S])."""
+        scores = q @ k.transpose(-2, -1) * self.heads.head_dim**-0.5
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+        weights = torch.softmax(scores, dim=-1)
+        if p > 0.0:
+            weights = sharded_dropout(weights, p, True, self.group)
+        counts = [count for _, count in self.heads.q]
+        every = gather_from_region(weights, self.group.name, 1, counts)
+        return weights @ v, every.mean(1) if average else every
+

@@ -1,0 +1,148 @@
+"""Sharded parameters: how they are made from dense ones, unwrapped for compute, and rejoined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from tpkernels.chunked_tensor import ChunkedTensor
+from tpkernels.comm.collectives import all_gather
+from tpkernels.comm.group import Group
+from tpkernels.shard_spec import (
+    Chunk,
+    ShardSpec,
+    attach_spec,
+    chunk_sizes,
+    layout_from_sizes,
+    spec_of,
+)
+
+
+def split_spec(shape: Sequence[int], dim: int, group: Group, sizes: list[int]) -> ShardSpec:
+    """The spec of a plain split of ``shape`` along ``dim`` into ``sizes`` rows per rank."""
+    return ShardSpec(tuple(shape), dim, layout_from_sizes(sizes), group.rank, group.mesh_dim)
+
+
+def layout_spec(
+    shape: Sequence[int], dim: int, group: Group, layout: tuple[tuple[Chunk, ...], ...]
+) -> ShardSpec:
+    """The spec of a split into several chunks per rank, or with replicas."""
+    return ShardSpec(tuple(shape), dim, layout, group.rank, group.mesh_dim)
+
+
+def is_plain_split(spec: ShardSpec) -> bool:
+    """Whether DTensor's ``Shard(dim)`` says the same: one chunk a rank, sized as it sizes them."""
+    sizes = chunk_sizes(spec.global_shape[spec.dim], len(spec.layout))
+    return spec.layout == layout_from_sizes(sizes)
+
+
+def make_parameter(local: Tensor, spec: ShardSpec, group: Group, requires_grad: bool) -> nn.Parameter:
+    """A parameter that holds ``local`` and says what it is.
+
+    A DTensor where its placements can say it (so that ``fully_shard`` in 2-D, DCP and PyTorch's
+    tools understand it), else a :class:`ChunkedTensor`; an ordinary one on a group of one.
+    """
+    data: Tensor
+    if group.size == 1:
+        data = local
+    elif is_plain_split(spec):
+        stride = torch.empty(spec.global_shape, device="meta").stride()
+        data = DTensor.from_local(
+            local,
+            group.mesh(local.device.type),
+            [Shard(spec.dim)],
+            run_check=False,
+            shape=torch.Size(spec.global_shape),
+            stride=stride,
+        )
+    else:
+        data = ChunkedTensor.wrap(local, spec)
+    parameter = nn.Parameter(data, requires_grad=requires_grad)
+    attach_spec(parameter, spec)
+    return parameter
+
+
+def shard_parameter_(module: nn.Module, name: str, spec: ShardSpec, group: Group) -> None:
+    """Replace a dense parameter of ``module`` (and its gradient) by this rank's part, in place.
+
+    Does nothing on a group of one, for a missing parameter, or for a tied one that its other
+    owner has already split.
+    """
+    dense = module._parameters.get(name)
+    if dense is None or group.size == 1 or spec_of(dense) is not None:
+        return
+    part = make_parameter(spec.take(dense.detach()), spec, group, dense.requires_grad)
+    if dense.grad is not None:
+        part.grad = make_parameter(spec.take(dense.grad), spec, group, False).detach()
+    module._parameters[name] = part
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    """This rank's values as an ordinary tensor, differentiable; unwrapped once a forward."""
+    if isinstance(parameter, ChunkedTensor):
+        return parameter.plain()
+    if isinstance(parameter, DTensor):
+        if not (torch.is_grad_enabled() and parameter.requires_grad):
+            return parameter._local_tensor
+        return parameter.to_local()
+    return parameter
+
+
+def gather_full(tensor: Tensor, group: Group | None) -> Tensor:
+    """The whole tensor from every rank's part; collective unless it is an ordinary tensor."""
+    if isinstance(tensor, DTensor):
+        return tensor.detach().full_tensor()
+    spec = spec_of(tensor)
+    if not isinstance(tensor, ChunkedTensor) or spec is None or group is None:
+        return tensor.detach()
+    local = tensor.plain().detach().movedim(spec.dim, 0)
+    sizes = [spec.local_shape_of(rank)[spec.dim] for rank in range(group.size)]
+    stacked = all_gather(local, sizes, 0, group.name).movedim(0, spec.dim)
+    full = local.new_empty(spec.global_shape)
+    start = 0
+    for rank, size in enumerate(sizes):
+        spec.put(stacked.narrow(spec.dim, start, size), full, rank)
+        start += size
+    return full
+
+
+def gather_gradient(parameter: Tensor, group: Group | None) -> Tensor | None:
+    """The whole gradient of a parameter, as in the dense model; collective like gather_full."""
+    grad = parameter.grad
+    if grad is not None and isinstance(parameter, ChunkedTensor):
+        if not isinstance(grad, ChunkedTensor):
+            grad = ChunkedTensor.wrap(grad, parameter.spec)
+    return None if grad is None else gather_full(grad, group)
+
+
+def copy_from_full(tensor: Tensor, full: Tensor) -> None:
+    """Write this rank's part of ``full`` into ``tensor``, in place, without communication."""
+    if isinstance(tensor, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        part = full
+        for dim, (size, start) in enumerate(zip(shape, offset, strict=True)):
+            part = part.narrow(dim, start if size else 0, size)
+        tensor._local_tensor.copy_(part)
+    elif isinstance(tensor, ChunkedTensor):
+        tensor.plain().detach().copy_(tensor.spec.take(full))
+    else:
+        tensor.copy_(full)
+
+
+def holders(tensor: Tensor) -> list[dist.ProcessGroup]:
+    """The groups over which a DTensor's parts are spread (not those it is replicated over)."""
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    return [
+        mesh.get_group(dim)
+        for dim, placement in enumerate(tensor.placements)
+        if not isinstance(placement, Replicate)
+    ]

@@ -1,0 +1,178 @@
+"""``gemm_all_reduce``: the row-parallel GEMM with its all-reduce, in overlapping chunks of rows.
+
+Equivalent to: ``y = F.linear(x, weight); dist.all_reduce(y); y + bias``.
+"""
+
+# M tokens (any leading dimensions), K_r this rank's part of the in features, N out features
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tpkernels.comm.collectives import Pending, all_reduce_async
+from tpkernels.library import check_gemm, define, needs_grad, rows
+from tpkernels.ops.gemm_act import gemm_act
+from tpkernels.overlap.plan import plan_gemm_all_reduce
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group_name: str,
+    reduce_dtype: torch.dtype | None = None,
+    chunks: int | None = None,
+) -> Tensor:
+    check_gemm("gemm_all_reduce", x, weight, bias)
+    if not group_name:
+        return gemm_act(x, weight, bias)
+    x_MK = rows(x)
+    wire_dtype = reduce_dtype or x.dtype
+    out_MN = x.new_empty((x_MK.shape[0], weight.shape[0]), dtype=wire_dtype)
+    plan = plan_gemm_all_reduce(*out_MN.shape, out_MN.element_size(), group_name, chunks)
+    issued: list[tuple[int, int, Pending]] = []
+    try:
+        for start, end in plan.rows(out_MN.shape[0]):
+            _partial(x_MK[start:end], weight, out_MN[start:end])
+            # RAW: the collective reads these rows; it is ordered after the GEMM on the stream.
+            issued.append((start, end, all_reduce_async(out_MN[start:end], group_name)))
+        for start, end, pending in issued:
+            pending.wait()
+            if bias is not None:  # once, after the reduction
+                out_MN[start:end] += bias
+    except BaseException:  # an exception between two chunks leaves no collective pending
+        for _, _, pending in issued:
+            pending.drain()
+        raise
+    return out_MN.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+
+def _partial(x_MK: Tensor, weight: Tensor, out_MN: Tensor) -> None:
+    """This rank's partial sums, accumulated in fp32 and rounded once to the wire's dtype."""
+    if out_MN.dtype is x_MK.dtype:
+        torch.mm(x_MK, weight.t(), out=out_MN)
+    else:
+        torch.mm(x_MK.to(out_MN.dtype), weight.t().to(out_MN.dtype), out=out_MN)
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group_name: str,
+    reduce_dtype: torch.dtype | None = None,
+    chunks: int | None = None,
+) -> Tensor:
+    check_gemm("gemm_all_reduce", x, weight, bias)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+class _SaveForBackward(torch.autograd.Function):
+    """Holds what backward needs and returns a placeholder of the output's shape, no storage.
+
+    The collective runs in :class:`Communicate`, which saves nothing: when this GEMM ends a
+    recomputed region, recomputation stops here and does not repeat the all-reduce (TP-51).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return placeholder(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        return row_grads(ctx.needs_input_grad, dy, x, weight)
+
+
+def placeholder(x: Tensor, weight: Tensor) -> Tensor:
+    """A tensor of the output's shape and no storage of its own, to carry the gradient."""
+    return x.new_empty(()).expand(*x.shape[:-1], weight.shape[0])
+
+
+def row_grads(
+    needed: tuple[bool, ...], dy: Tensor, x: Tensor, weight: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dweight, dbias) of a row-parallel GEMM: all local, bias gets the whole sum of dy."""
+    dy_MN = rows(dy)
+    dx = dy @ weight if needed[0] else None
+    dweight = dy_MN.t() @ rows(x) if needed[1] else None
+    dbias = dy_MN.sum(0) if needed[2] else None
+    return dx, dweight, dbias
+
+
+class Communicate(torch.autograd.Function):
+    """Runs the op for its value; the gradient goes to the placeholder, nothing is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, held: Tensor, *args: Any) -> Tensor:
+        return _gemm_all_reduce(*args)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy, None, None, None, None, None, None
+
+
+def _autograd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group_name: str,
+    reduce_dtype: torch.dtype | None = None,
+    chunks: int | None = None,
+) -> Tensor:
+    if needs_grad(x, weight, bias):
+        if not group_name:
+            return gemm_act(x, weight, bias)
+        held = _SaveForBackward.apply(x, weight, bias)
+        detached = (x.detach(), weight.detach(), None if bias is None else bias.detach())
+        return Communicate.apply(held, *detached, group_name, reduce_dtype, chunks)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _gemm_all_reduce(x, weight, bias, group_name, reduce_dtype, chunks)
+
+
+_gemm_all_reduce = define(
+    "gemm_all_reduce",
+    "(Tensor x, Tensor weight, Tensor? bias, str group_name, ScalarType? reduce_dtype=None, "
+    "int? chunks=None) -> Tensor",
+    _run,
+    _fake,
+    autograd=_autograd,
+)
+
+
+def gemm_all_reduce(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group_name: str,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    chunks: int | None = None,
+) -> Tensor:
+    """``all_reduce(F.linear(x, weight)) + bias`` over the group: the row-parallel linear.
+
+    Args:
+        x: [..., K_r], this rank's part of the in features (K_r may be 0 and may differ).
+        weight: [N, K_r]; bias: [N], the same on all ranks, added once, after the reduction.
+        group_name: ``process_group.group_name``; ``""`` is the group of one.
+        reduce_dtype: dtype of the partial sums on the wire; None: x's. ``torch.float32`` with
+            bf16 inputs rounds once instead of once a rank (TP-33) and sends twice the bytes.
+        chunks: number of row chunks; None: as :func:`plan_gemm_all_reduce` says.
+
+    Returns:
+        [..., N] of x's dtype, contiguous, the same bits on every rank.
+
+    Collective over the group. Differentiable once; backward communicates nothing.
+
+    Raises:
+        ConfigError: shapes or dtypes that do not fit.
+        CommunicationError: a rank is missing or late; names group, operation and rank.
+    """
+    return _gemm_all_reduce(x, weight, bias, group_name, reduce_dtype, chunks)

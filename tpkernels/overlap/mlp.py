@@ -1,0 +1,183 @@
+"""``mlp``: the whole tensor-parallel MLP as one op, so that its backward is fused too.
+
+Equivalent to (R ranks, column-split up and gate, row-split down):
+
+    h = act(F.linear(x, w_up, b_up))                          # plain
+    h = act(F.linear(x, w_gate, b_gate)) * F.linear(x, w_up, b_up)   # gated
+    y = all_reduce(F.linear(h, w_down)) + b_down
+
+Backward: ``gemm_dact`` (or ``gemm_dglu``) gives the gradient at the first GEMM in one op, and
+dX's all-reduce runs beside the dW GEMMs.
+"""
+
+# M tokens, K d_model, F_r this rank's part of d_ff
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tpkernels.library import check_gemm, define, needs_grad, rows
+from tpkernels.ops.gemm_act import gemm_act, gemm_act_aux, gemm_dact
+from tpkernels.ops.gemm_glu import gemm_dglu, gemm_glu, gemm_glu_aux
+from tpkernels.overlap.column import column_backward
+from tpkernels.overlap.gemm_all_reduce import (
+    Communicate,
+    gemm_all_reduce,
+    placeholder,
+    row_grads,
+)
+
+
+def _run(
+    x: Tensor,
+    w_up: Tensor,
+    b_up: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    act: str,
+    group_name: str,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    if w_gate is None:
+        h = gemm_act(x, w_up, b_up, act)
+    else:
+        h = gemm_glu(x, w_gate, w_up, b_gate, b_up, act)
+    return gemm_all_reduce(h, w_down, b_down, group_name, reduce_dtype=reduce_dtype)
+
+
+def _fake(
+    x: Tensor,
+    w_up: Tensor,
+    b_up: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    act: str,
+    group_name: str,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    check_gemm("mlp", x, w_up, b_up)
+    return x.new_empty((*x.shape[:-1], w_down.shape[0]))
+
+
+class _UpAndSave(torch.autograd.Function):
+    """The first half, with everything backward needs; returns (placeholder of y, h).
+
+    The down GEMM and its all-reduce follow in :class:`Communicate`, which saves nothing (TP-51).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w_up: Tensor,
+        b_up: Tensor | None,
+        w_gate: Tensor | None,
+        b_gate: Tensor | None,
+        w_down: Tensor,
+        b_down: Tensor | None,
+        act: str,
+        group_name: str,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.act, ctx.group_name, ctx.gated = act, group_name, w_gate is not None
+        if w_gate is None:
+            h, pre = gemm_act_aux(x, w_up, b_up, act)
+            ctx.save_for_backward(x, w_down, h, w_up, pre)
+        else:
+            h, gate, up = gemm_glu_aux(x, w_gate, w_up, b_gate, b_up, act)
+            ctx.save_for_backward(x, w_down, h, w_up, up, w_gate, gate)
+        ctx.mark_non_differentiable(h)
+        return placeholder(h, w_down), h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
+        x, w_down, h, w_up, *rest = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        _, dw_down, db_down = row_grads((False, need[5], need[6]), dy, h, w_down)
+        if ctx.gated:
+            up, w_gate, gate = rest
+            d_gate, d_up = gemm_dglu(dy, w_down, gate, up, ctx.act)
+            dpres, weights = [d_up, d_gate], [w_up, w_gate]
+        else:
+            dpres, weights = [gemm_dact(dy, w_down, rest[0], ctx.act)], [w_up]
+        dx, dws = column_backward(
+            dpres, x, weights, ctx.group_name, need[0], [need[1], need[3]][: len(weights)]
+        )
+        dbs = [
+            rows(dpre).sum(0) if needed else None
+            for dpre, needed in zip(dpres, (need[2], need[4]), strict=False)
+        ]
+        if not ctx.gated:
+            dws, dbs = [*dws, None], [*dbs, None]
+        return dx, dws[0], dbs[0], dws[1], dbs[1], dw_down, db_down, None, None
+
+
+def _autograd(
+    x: Tensor,
+    w_up: Tensor,
+    b_up: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    act: str,
+    group_name: str,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    tensors = (x, w_up, b_up, w_gate, b_gate, w_down, b_down)
+    if needs_grad(*tensors):
+        held, h = _UpAndSave.apply(*tensors, act, group_name)
+        bias = None if b_down is None else b_down.detach()
+        return Communicate.apply(
+            held, h.detach(), w_down.detach(), bias, group_name, reduce_dtype, None
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        return _mlp(*tensors, act, group_name, reduce_dtype)
+
+
+_mlp = define(
+    "mlp",
+    "(Tensor x, Tensor w_up, Tensor? b_up, Tensor? w_gate, Tensor? b_gate, Tensor w_down, "
+    "Tensor? b_down, str act, str group_name, ScalarType? reduce_dtype=None) -> Tensor",
+    _run,
+    _fake,
+    autograd=_autograd,
+)
+
+
+def mlp(
+    x: Tensor,
+    w_up: Tensor,
+    b_up: Tensor | None,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    *,
+    act: str,
+    group_name: str = "",
+    w_gate: Tensor | None = None,
+    b_gate: Tensor | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The tensor-parallel MLP: one all-reduce forward, one backward.
+
+    Args:
+        x: [..., K], the same on all ranks.
+        w_up, w_gate: [F_r, K]; b_up, b_gate: [F_r] or None. ``w_gate`` makes it gated:
+            ``act(gate) * up``.
+        w_down: [N, F_r]; b_down: [N] or None, the same on all ranks, added once.
+        act, group_name, reduce_dtype: as in ``gemm_act`` and ``gemm_all_reduce``.
+
+    Returns:
+        [..., N], the same on all ranks. Differentiable once.
+    """
+    return _mlp(
+        x, w_up, b_up, w_gate, b_gate, w_down, b_down, act, group_name, reduce_dtype
+    )

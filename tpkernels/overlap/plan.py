@@ -1,0 +1,97 @@
+"""How a GEMM and its collective share the time: chosen from shapes alone, equal on all ranks.
+
+``off``       [gemm      ][all-reduce      ]
+``chunked``   [gemm 0][gemm 1][gemm 2]
+                      [ar 0  ][ar 1  ][ar 2  ]
+
+``signaled`` and ``fused`` are names reserved for CUDA kernels this version does not have; asking
+for them raises.
+"""
+
+# M rows (tokens), N columns of the reduced output, R ranks
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from tpkernels import envs
+from tpkernels.comm.group import group_by_name
+from tpkernels.errors import ConfigError
+
+# Between hosts on Gloo, 4 chunks hid most in 3 of 4 row-parallel shapes over a 0.5-1 Gbit/s link
+# (M 1024-4096, N 512-1024, fp32); over 4 Gbit/s, 4 MB in 5 ms, chunking gained nothing.
+CHUNKS_BETWEEN_HOSTS = 4
+MIN_BYTES_BETWEEN_HOSTS = 1 << 20
+MIN_ROWS_PER_CHUNK = 128
+CHUNKS_WHEN_ASKED = 4
+
+
+@dataclass(frozen=True)
+class OverlapPlan:
+    """Strategy and chunk count of one op, with the reason, for the report."""
+
+    strategy: str
+    chunks: int
+    reason: str
+
+    def __str__(self) -> str:
+        count = f" x{self.chunks}" if self.chunks > 1 else ""
+        return f"{self.strategy}{count} ({self.reason})"
+
+    def rows(self, total: int) -> list[tuple[int, int]]:
+        """[start, end) rows of each chunk; the first ones are a row longer when uneven."""
+        bounds, start = [], 0
+        for index in range(self.chunks):
+            end = start + total // self.chunks + (index < total % self.chunks)
+            if end > start:
+                bounds.append((start, end))
+            start = end
+        return bounds
+
+
+def plan_gemm_all_reduce(
+    rows: int, columns: int, itemsize: int, group_name: str, chunks: int | None = None
+) -> OverlapPlan:
+    """The plan for ``gemm_all_reduce`` of [rows, columns] with ``itemsize`` bytes an element.
+
+    ``chunks`` overrides the choice. Decided from rank-invariant numbers only.
+
+    Raises:
+        ConfigError: ``TPKERNELS_OVERLAP`` asks for a strategy that this version lacks.
+    """
+    asked = envs.overlap()
+    if asked in ("signaled", "fused"):
+        raise ConfigError(
+            f"TPKERNELS_OVERLAP={asked} was asked for, but this version has no {asked} kernels; "
+            "allowed: auto, off, chunked. Fix: unset TPKERNELS_OVERLAP"
+        )
+    if chunks is not None:
+        if chunks < 1:
+            raise ConfigError(f"chunks={chunks} must be at least 1")
+        count = max(1, min(chunks, rows))
+        return OverlapPlan("chunked" if count > 1 else "off", count, "chunks was given")
+    group = group_by_name(group_name)
+    if group is None:
+        return OverlapPlan("off", 1, "group of one")
+    if asked == "off":
+        return OverlapPlan("off", 1, "TPKERNELS_OVERLAP=off")
+    most = max(1, rows // MIN_ROWS_PER_CHUNK)
+    if asked == "chunked":
+        count = min(CHUNKS_WHEN_ASKED, max(1, rows))
+        return OverlapPlan("chunked", count, "TPKERNELS_OVERLAP=chunked")
+    if not _between_hosts(group):
+        return OverlapPlan("off", 1, "ranks share a host: chunking not measured to pay")
+    if rows * columns * itemsize < MIN_BYTES_BETWEEN_HOSTS or most == 1:
+        return OverlapPlan("off", 1, "too small for chunks to pay")
+    return OverlapPlan("chunked", min(CHUNKS_BETWEEN_HOSTS, most), "ranks on several hosts")
+
+
+def _between_hosts(group: dist.ProcessGroup) -> bool:
+    """Whether the group spans hosts, by torchrun's numbering; without torchrun it does not."""
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if local_world < 1:
+        return False
+    return len({rank // local_world for rank in dist.get_process_group_ranks(group)}) > 1

@@ -1,0 +1,232 @@
+"""``parallelize`` and ``unparallelize``: a model becomes tensor-parallel in place, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tpkernels import envs
+from tpkernels.checkpoint import _GROUP, group_of
+from tpkernels.chunked_tensor import ChunkedTensor
+from tpkernels.comm.agreement import FirstCalls, check_agreement
+from tpkernels.comm.group import Group, GroupLike, resolve_group
+from tpkernels.errors import ConfigError, UnsupportedModuleError
+from tpkernels.huggingface import restore_save_pretrained, wrap_save_pretrained
+from tpkernels.modules.class_swap import is_changed, restore_class, set_attributes
+from tpkernels.modules.parameters import gather_full, gather_gradient
+from tpkernels.ops import choice
+from tpkernels.overlap.plan import plan_gemm_all_reduce
+from tpkernels.plan import replacements_from_plan
+from tpkernels.recognise import Recognition, recognise
+from tpkernels.replace import Replacement, TiedParameters, plan_replacement
+from tpkernels.report import ModuleRow, ParallelReport
+
+_HOOK = "_tpkernels_input_check"
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: GroupLike = None,
+    *,
+    plan: str | Mapping[str, Any] = "auto",
+    sequence_parallel: bool = False,
+    strict: bool = True,
+) -> ParallelReport:
+    """Split a model's MLPs, attentions and vocabulary over ``mesh``, in place.
+
+    The model keeps its identity, its module names and its state dict keys; inputs and outputs
+    are those of the dense model, the same on every rank. Build the optimizer afterwards.
+    :func:`unparallelize` undoes it.
+
+    Args:
+        model: dense, the same weights on every rank (checked; on the meta device not).
+        mesh: a 1-D ``DeviceMesh``, a ``ProcessGroup`` or None for all ranks.
+        plan: ``"auto"`` recognises structure; or a dict of module path (``*`` matches one level's
+            name) -> style: one of our module classes or their ``.style(...)``, or any
+            ``torch.distributed.tensor.parallel`` style.
+        sequence_parallel: not in this version.
+        strict: raise when an MLP or attention inside the repeated blocks cannot be split, naming
+            the module, the reason and the fix; False keeps it and says so in the report.
+
+    Collective over the group when it checks the weights. Nothing is changed if it raises.
+
+    Raises:
+        UnsupportedModuleError: no known structure, or one that cannot be split, under ``strict``.
+        ConfigError: arguments that cannot work, or a model that is already split.
+        AgreementError: ranks hold different weights.
+    """
+    group = resolve_group(mesh)
+    _check_arguments(model, plan, sequence_parallel)
+    choice.resolve("cpu")  # an implementation that was asked for and cannot serve raises here
+    if plan == "auto":
+        recognition = recognise(model)
+        todo, kept = _auto_plan(model, recognition, group, strict)
+    else:
+        todo, kept = replacements_from_plan(model, plan, group), []  # type: ignore[arg-type]
+    _check_weights(model, group)
+    report = ParallelReport(group.size, group.rank, dense_bytes=_parameter_bytes(model))
+    tied = TiedParameters(model)
+    device_type = _device_type(model)
+    for replacement in todo:
+        replacement.apply()
+        tied.rebind()
+        report.modules.append(
+            ModuleRow(
+                replacement.name,
+                replacement.kind,
+                replacement.action,
+                _implementation(device_type, group),
+                replacement.detail,
+            )
+        )
+    report.modules.extend(kept)
+    report.parameter_bytes = _parameter_bytes(model)
+    model.__dict__[_GROUP] = group
+    _check_inputs_at_root(model, group)
+    wrap_save_pretrained(model)
+    return report
+
+
+def _check_arguments(model: nn.Module, plan: Any, sequence_parallel: bool) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be an nn.Module, got {type(model).__name__}")
+    if sequence_parallel:
+        raise ConfigError(
+            "sequence_parallel=True is not part of this version. Fix: sequence_parallel=False"
+        )
+    if plan != "auto" and not isinstance(plan, Mapping):
+        raise ConfigError(f"plan must be 'auto' or a dict of path -> style, got {plan!r}")
+    for name, module in model.named_modules():
+        if is_changed(module):
+            raise ConfigError(
+                f"{name or 'model'} is already tensor-parallel. Fix: tpkernels.unparallelize first"
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, (DTensor, ChunkedTensor)):
+            raise ConfigError(
+                f"{name} is already sharded ({type(parameter).__name__}). Fix: parallelize first, "
+                "then fully_shard"
+            )
+
+
+def _auto_plan(
+    model: nn.Module, recognition: Recognition, group: Group, strict: bool
+) -> tuple[list[Replacement], list[ModuleRow]]:
+    kept = [
+        ModuleRow(k.path, k.kind, "kept", "-", k.reason)
+        for k in recognition.kept
+        if not (strict and k.in_block)
+    ]
+    problems = [
+        f"{k.path or 'model'}: {k.reason}" + (f". Fix: {k.fix}" if k.fix else "")
+        for k in recognition.kept
+        if strict and k.in_block
+    ]
+    todo = []
+    for found in recognition.found:
+        try:
+            todo.append(plan_replacement(model, found, group))
+        except UnsupportedModuleError as error:
+            if strict:
+                problems.append(str(error))
+            else:
+                kept.append(ModuleRow(found.path, found.kind, "kept", "-", str(error)))
+    if problems:
+        more = f"\n(and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise UnsupportedModuleError(
+            "parallelize cannot split this model as it is:\n"
+            + "\n".join(problems[:3])
+            + more
+            + "\nFix: strict=False keeps such modules whole, or give a plan for them"
+        )
+    if not todo and strict:
+        linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+        raise UnsupportedModuleError(
+            f"parallelize found no structure it knows in {type(model).__name__} "
+            f"({len(linears)} linear layers{': ' + ', '.join(linears[:3]) if linears else ''}). "
+            "Fix: give plan={path: tpkernels.ColumnParallelLinear, ...}, or strict=False to keep it"
+        )
+    return todo, kept
+
+
+def _device_type(model: nn.Module) -> str:
+    parameter = next(model.parameters(), None)
+    return "cpu" if parameter is None or parameter.is_meta else parameter.device.type
+
+
+def _implementation(device_type: str, group: Group) -> str:
+    kernel, _ = choice.resolve(device_type)
+    if group.size == 1:
+        return kernel
+    plan = plan_gemm_all_reduce(1 << 12, 1 << 12, 2, group.name)
+    return f"{kernel} + all-reduce {plan.strategy}"
+
+
+def _parameter_bytes(model: nn.Module) -> int:
+    total = 0
+    for parameter in model.parameters():
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        total += local.numel() * local.element_size()
+    return total
+
+
+def _check_weights(model: nn.Module, group: Group) -> None:
+    if envs.check() != "off":
+        weights: dict[str, Tensor | None] = dict(model.named_parameters())
+        check_agreement(weights, group, f"weights of {type(model).__name__}")
+
+
+def _check_inputs_at_root(model: nn.Module, group: Group) -> None:
+    """One check of the model's inputs in the first calls, in place of one a module."""
+    for module in model.modules():
+        if is_changed(module) and hasattr(module, "checks_inputs"):
+            set_attributes(module, checks_inputs=False)
+    calls = FirstCalls()
+
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if calls.due():
+            inputs = {f"argument {i}": a for i, a in enumerate(args)} | kwargs
+            tensors = {k: v for k, v in inputs.items() if isinstance(v, Tensor)}
+            check_agreement(tensors, group, f"inputs of {type(module).__name__}")
+
+    model.__dict__[_HOOK] = model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def unparallelize(model: nn.Module) -> None:
+    """Undo :func:`parallelize`: dense weights (and gradients), original classes, same keys.
+
+    Bitwise the weights as they are now. Collective over the group. Does nothing to a model that
+    is not split.
+
+    Raises:
+        ConfigError: the model was wrapped (``fully_shard``) after it was split.
+    """
+    group = group_of(model)
+    if group is None:
+        return
+    for name, module in model.named_modules():
+        if hasattr(module, "_get_fsdp_state"):
+            raise ConfigError(
+                f"{name or 'model'} is under fully_shard, which cannot be undone. Fix: take "
+                "tpkernels.full_state_dict(model) and load it into a fresh model"
+            )
+    dense: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and isinstance(parameter, (DTensor, ChunkedTensor)):
+                if id(parameter) not in dense:
+                    whole = nn.Parameter(gather_full(parameter, group), parameter.requires_grad)
+                    whole.grad = gather_gradient(parameter, group)
+                    dense[id(parameter)] = whole
+                module._parameters[name] = dense[id(parameter)]
+    for module in model.modules():
+        if is_changed(module):
+            restore_class(module)
+    if _HOOK in model.__dict__:
+        model.__dict__.pop(_HOOK).remove()
+    model.__dict__.pop(_GROUP, None)
+    restore_save_pretrained(model)
+
