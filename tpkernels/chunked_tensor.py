@@ -110,7 +110,7 @@ class ChunkedTensor(Tensor):
             "torch.distributed.checkpoint.save(model.state_dict(), ...)"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self.spec
         return (
             f"ChunkedTensor(rank {spec.rank} holds {tuple(self.shape)} of {spec.global_shape}, "

@@ -76,12 +76,13 @@ def _total_norm(
     infinite = math.isinf(norm_type)
     sums: dict[tuple[str, ...], Tensor] = {}  # names of the groups to add over -> partial sum
     for parameter, grad in grads:
+        names: tuple[str, ...]
         local = _local(grad).detach()
         wide = local.to(torch.promote_types(local.dtype, torch.float32))
         if isinstance(grad, DTensor):
-            names = tuple(group.group_name for group in holders(grad))
+            names = tuple(str(group.group_name) for group in holders(grad))
         elif isinstance(parameter, ChunkedTensor):
-            names = (resolve_group(split_group).name,)
+            names = (str(resolve_group(split_group).name),)
             wide = wide / _counted(parameter, wide, norm_type)
         else:
             names = ()
@@ -118,4 +119,3 @@ def _counted(parameter: ChunkedTensor, values: Tensor, norm_type: float) -> Tens
     shape = [1] * values.dim()
     shape[spec.dim] = -1
     return divisor.view(shape)
-

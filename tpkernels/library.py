@@ -54,7 +54,9 @@ def define(
 
 def _autocast_kernel(op: Any, device_type: str) -> Callable[..., Any]:
     keys = torch._C.DispatchKeySet(
-        torch._C.DispatchKey.AutocastCPU if device_type == "cpu" else torch._C.DispatchKey.AutocastCUDA
+        torch._C.DispatchKey.AutocastCPU
+        if device_type == "cpu"
+        else torch._C.DispatchKey.AutocastCUDA
     )
 
     def kernel(*args: Any) -> Any:
@@ -87,7 +89,9 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 def check_gemm(op: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     """Raise :class:`ConfigError` unless x [..., K], weight [N, K], bias [N] fit each other."""
     if weight.dim() != 2:
-        raise ConfigError(f"{op}: weight must be [N, K], got {weight.dim()}-D {tuple(weight.shape)}")
+        raise ConfigError(
+            f"{op}: weight must be [N, K], got {weight.dim()}-D {tuple(weight.shape)}"
+        )
     if x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ConfigError(
             f"{op}: x must be [..., K] with K={weight.shape[1]} as weight {tuple(weight.shape)} "

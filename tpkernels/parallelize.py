@@ -229,4 +229,3 @@ def unparallelize(model: nn.Module) -> None:
         model.__dict__.pop(_HOOK).remove()
     model.__dict__.pop(_GROUP, None)
     restore_save_pretrained(model)
-

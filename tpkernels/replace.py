@@ -123,9 +123,7 @@ def _plan_mlp(module: nn.Module, found: Found, s: MLPStructure, group: Group) ->
             FusedActivation.fuse_(module.get_submodule(s.act_module))
         if isinstance(s.inner_dropout, str):
             ShardedDropout.shard_(module.get_submodule(s.inner_dropout), group)
-        RowParallelLinear.shard_(
-            module.get_submodule(s.down), group, name=f"{found.path}.{s.down}"
-        )
+        RowParallelLinear.shard_(module.get_submodule(s.down), group, name=f"{found.path}.{s.down}")
         if isinstance(module, nn.TransformerEncoderLayer):
             _disable_fast_path(module)
 

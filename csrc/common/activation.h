@@ -10,9 +10,9 @@ namespace tpkernels {
 
 enum class Activation { kNone, kGelu, kGeluTanh, kSilu, kRelu, kRelu2 };
 
-inline constexpr Activation kActivations[] = {Activation::kNone, Activation::kGelu,
+inline constexpr Activation kActivations[] = {Activation::kNone,     Activation::kGelu,
                                               Activation::kGeluTanh, Activation::kSilu,
-                                              Activation::kRelu, Activation::kRelu2};
+                                              Activation::kRelu,     Activation::kRelu2};
 inline constexpr std::string_view kActivationNames[] = {"none", "gelu", "gelu_tanh",
                                                         "silu", "relu", "relu2"};
 
@@ -36,8 +36,7 @@ TPK_INLINE ValueAndSlope<C> activation(C x) {
     // only keeps 0 * infinity away.
     const C square = x * x;
     const C bounded = square > C(1024) ? C(1024) : square;
-    const Logistic<C> s =
-        logistic(C(2) * kSqrt2OverPi<C> * x * (C(1) + kGeluCubic<C> * square));
+    const Logistic<C> s = logistic(C(2) * kSqrt2OverPi<C> * x * (C(1) + kGeluCubic<C> * square));
     const C inner_slope = C(2) * kSqrt2OverPi<C> * (C(1) + C(3) * kGeluCubic<C> * bounded);
     return {x * s.value, s.value + x * s.value * s.complement * inner_slope};
   } else if constexpr (A == Activation::kSilu) {

@@ -17,9 +17,10 @@ template <>
 struct MathConstants<float> {
   using Bits = uint32_t;
   static constexpr int kMantissaBits = 23;
-  // 1.5 * 2^23 + exponent bias: adding it rounds to an integer n and leaves n + bias in the low bits.
+  // 1.5 * 2^23 + exponent bias: adding it rounds to an integer n and leaves n + bias in the low
+  // bits.
   static constexpr float kRound = 12582912.0f + 127.0f;
-  static constexpr float kExpMin = -87.3365447f;  // ln of the smallest normal number
+  static constexpr float kExpMin = -87.3365447f;   // ln of the smallest normal number
   static constexpr float kLn2High = 0.693359375f;  // Cody-Waite split of ln 2: 9 bits, and the rest
   static constexpr float kLn2Low = -2.12194440e-4f;
   static constexpr auto& kExpPoly = kExpPolyF;

@@ -89,9 +89,9 @@ template <template <Activation, typename> class Map, typename C>
 auto choose(Activation act) {
   using Function = decltype(&Map<Activation::kNone, C>::run);
   static constexpr Function kTable[] = {
-      &Map<Activation::kNone, C>::run, &Map<Activation::kGelu, C>::run,
+      &Map<Activation::kNone, C>::run,     &Map<Activation::kGelu, C>::run,
       &Map<Activation::kGeluTanh, C>::run, &Map<Activation::kSilu, C>::run,
-      &Map<Activation::kRelu, C>::run, &Map<Activation::kRelu2, C>::run};
+      &Map<Activation::kRelu, C>::run,     &Map<Activation::kRelu2, C>::run};
   return kTable[static_cast<int>(act)];
 }
 

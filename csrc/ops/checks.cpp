@@ -60,10 +60,10 @@ DType dtype_of(const at::Tensor& tensor) {
 
 void check_dtype(const char* op, const char* name, const at::Tensor& tensor) {
   const at::ScalarType dtype = tensor.scalar_type();
-  TORCH_CHECK(dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 ||
-                  dtype == at::kHalf,
-              op, ": ", name, " has dtype ", torch_name(dtype),
-              "; allowed: float64, float32, bfloat16, float16. Fix: ", name, ".float()");
+  TORCH_CHECK(
+      dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
+      op, ": ", name, " has dtype ", torch_name(dtype),
+      "; allowed: float64, float32, bfloat16, float16. Fix: ", name, ".float()");
 }
 
 void check_same_dtype(const char* op, const char* name, const at::Tensor& tensor,

@@ -22,7 +22,7 @@ void bias_act(const at::Tensor& h_MN, const std::optional<at::Tensor>& bias, at:
                        pre ? pre->mutable_data_ptr() : nullptr,
                        y_MN.mutable_data_ptr(),
                        by_row ? h_MN.size(1) : h_MN.numel(),
-                       parse_dtype("x", h_MN),
+                       dtype_of(h_MN),
                        act};
   run_epilogue(epilogue_kernels().bias_act, rows, params);
 }
@@ -37,8 +37,7 @@ at::Tensor gemm_act_cpu(const at::Tensor& x, const at::Tensor& weight,
                         const std::optional<at::Tensor>& bias, std::string_view act) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Activation activation = parse_activation(act);
-  parse_dtype("x", x);
-  check_linear(x, "weight", weight, "bias", bias);
+  check_gemm("gemm_act", x, "weight", weight, "bias", bias);
   at::Tensor y_MN = matmul(as_matrix(x), weight.t());
   if (bias || activation != Activation::kNone) {
     bias_act(y_MN, contiguous(bias), nullptr, y_MN, activation);
@@ -51,8 +50,7 @@ std::tuple<at::Tensor, at::Tensor> gemm_act_aux_cpu(const at::Tensor& x, const a
                                                     std::string_view act) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Activation activation = parse_activation(act);
-  parse_dtype("x", x);
-  check_linear(x, "weight", weight, "bias", bias);
+  check_gemm("gemm_act_aux", x, "weight", weight, "bias", bias);
   at::Tensor pre_MN = matmul(as_matrix(x), weight.t());
   at::Tensor y_MN = at::empty_like(pre_MN);
   bias_act(pre_MN, contiguous(bias), bias ? &pre_MN : nullptr, y_MN, activation);
@@ -63,9 +61,9 @@ std::tuple<at::Tensor, at::Tensor> gemm_act_aux_cpu(const at::Tensor& x, const a
 at::Tensor act_grad_cpu(const at::Tensor& dy, const at::Tensor& pre, std::string_view act) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Activation activation = parse_activation(act);
-  const DType dtype = parse_dtype("dy", dy);
-  check_same_dtype("pre", pre, "dy", dy);
-  check_same_shape("pre", pre, "dy", dy);
+  check_dtype("act_grad", "dy", dy);
+  check_same_shape("act_grad", "pre", pre, "dy", dy);
+  check_same_dtype("act_grad", "pre", pre, "dy", dy);
   const at::Tensor dy_contiguous = dy.contiguous();
   const at::Tensor pre_contiguous = pre.contiguous();
   at::Tensor dx = at::empty(dy.sizes(), dy.options());
@@ -73,7 +71,7 @@ at::Tensor act_grad_cpu(const at::Tensor& dy, const at::Tensor& pre, std::string
                        pre_contiguous.const_data_ptr(),
                        dx.mutable_data_ptr(),
                        dy.numel(),
-                       dtype,
+                       dtype_of(dy),
                        activation};
   run_epilogue(epilogue_kernels().act_grad, 1, params);
   return dx;
@@ -83,8 +81,7 @@ at::Tensor gemm_dact_cpu(const at::Tensor& dy, const at::Tensor& weight, const a
                          std::string_view act) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Activation activation = parse_activation(act);
-  const DType dtype = parse_dtype("dy", dy);
-  check_linear_backward(dy, weight, "pre", pre);
+  check_gemm_backward("gemm_dact", dy, weight, "pre", pre);
   at::Tensor dx_MN = matmul(as_matrix(dy), weight);
   if (activation != Activation::kNone) {
     const at::Tensor pre_contiguous = pre.contiguous();
@@ -92,7 +89,7 @@ at::Tensor gemm_dact_cpu(const at::Tensor& dy, const at::Tensor& weight, const a
                          pre_contiguous.const_data_ptr(),
                          dx_MN.mutable_data_ptr(),
                          dx_MN.numel(),
-                         dtype,
+                         dtype_of(dy),
                          activation};
     run_epilogue(epilogue_kernels().act_grad, 1, params);
   }

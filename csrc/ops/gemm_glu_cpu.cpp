@@ -4,7 +4,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <c10/util/Exception.h>
 
 #include "kernels/epilogue_cpu.h"
 #include "ops/checks.h"
@@ -13,12 +12,12 @@
 namespace tpkernels {
 namespace {
 
-void check_glu(const at::Tensor& x, const at::Tensor& w_gate, const at::Tensor& w_up,
-               const std::optional<at::Tensor>& b_gate, const std::optional<at::Tensor>& b_up) {
-  check_linear(x, "w_gate", w_gate, "b_gate", b_gate);
-  check_linear(x, "w_up", w_up, "b_up", b_up);
-  TORCH_CHECK(w_gate.size(0) == w_up.size(0), "w_up: has N = ", w_up.size(0),
-              " rows, w_gate has ", w_gate.size(0), "; they must be equal.");
+void check_glu(const char* op, const at::Tensor& x, const at::Tensor& w_gate,
+               const at::Tensor& w_up, const std::optional<at::Tensor>& b_gate,
+               const std::optional<at::Tensor>& b_up) {
+  check_gemm(op, x, "w_gate", w_gate, "b_gate", b_gate);
+  check_gemm(op, x, "w_up", w_up, "b_up", b_up);
+  check_same_shape(op, "w_up", w_up, "w_gate", w_gate);
 }
 
 // gate and up hold the GEMMs' results; with `keep` they are left holding the pre-activations.
@@ -36,7 +35,7 @@ void bias_glu(const at::Tensor& gate_MN, const at::Tensor& up_MN,
                        keep && b_up ? up_MN.mutable_data_ptr() : nullptr,
                        y_MN.mutable_data_ptr(),
                        by_row ? y_MN.size(1) : y_MN.numel(),
-                       parse_dtype("x", y_MN),
+                       dtype_of(y_MN),
                        act};
   run_epilogue(epilogue_kernels().bias_glu, by_row ? y_MN.size(0) : 1, params);
 }
@@ -52,7 +51,7 @@ void glu_grad(const at::Tensor& dy, const at::Tensor& gate, const at::Tensor& up
                        d_gate.mutable_data_ptr(),
                        d_up.mutable_data_ptr(),
                        dy.numel(),
-                       parse_dtype("dy", dy),
+                       dtype_of(dy),
                        act};
   run_epilogue(epilogue_kernels().glu_grad, 1, params);
 }
@@ -64,8 +63,7 @@ at::Tensor gemm_glu_cpu(const at::Tensor& x, const at::Tensor& w_gate, const at:
                         const std::optional<at::Tensor>& b_up, std::string_view act) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Activation activation = parse_activation(act);
-  parse_dtype("x", x);
-  check_glu(x, w_gate, w_up, b_gate, b_up);
+  check_glu("gemm_glu", x, w_gate, w_up, b_gate, b_up);
   const at::Tensor x_MK = as_matrix(x);
   const at::Tensor y_MN = matmul(x_MK, w_gate.t());
   const at::Tensor up_MN = matmul(x_MK, w_up.t());
@@ -79,8 +77,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> gemm_glu_aux_cpu(
     std::string_view act) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Activation activation = parse_activation(act);
-  parse_dtype("x", x);
-  check_glu(x, w_gate, w_up, b_gate, b_up);
+  check_glu("gemm_glu_aux", x, w_gate, w_up, b_gate, b_up);
   const at::Tensor x_MK = as_matrix(x);
   const at::Tensor gate_MN = matmul(x_MK, w_gate.t());
   const at::Tensor up_MN = matmul(x_MK, w_up.t());
@@ -94,11 +91,11 @@ std::tuple<at::Tensor, at::Tensor> glu_grad_cpu(const at::Tensor& dy, const at::
                                                 const at::Tensor& up, std::string_view act) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Activation activation = parse_activation(act);
-  parse_dtype("dy", dy);
-  check_same_dtype("gate", gate, "dy", dy);
-  check_same_dtype("up", up, "dy", dy);
-  check_same_shape("gate", gate, "dy", dy);
-  check_same_shape("up", up, "dy", dy);
+  check_dtype("glu_grad", "dy", dy);
+  check_same_shape("glu_grad", "gate", gate, "dy", dy);
+  check_same_shape("glu_grad", "up", up, "dy", dy);
+  check_same_dtype("glu_grad", "gate", gate, "dy", dy);
+  check_same_dtype("glu_grad", "up", up, "dy", dy);
   const at::Tensor d_gate = at::empty(dy.sizes(), dy.options());
   const at::Tensor d_up = at::empty(dy.sizes(), dy.options());
   glu_grad(dy.contiguous(), gate, up, d_gate, d_up, activation);
@@ -110,9 +107,8 @@ std::tuple<at::Tensor, at::Tensor> gemm_dglu_cpu(const at::Tensor& dy, const at:
                                                  std::string_view act) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Activation activation = parse_activation(act);
-  parse_dtype("dy", dy);
-  check_linear_backward(dy, weight, "gate", gate);
-  check_linear_backward(dy, weight, "up", up);
+  check_gemm_backward("gemm_dglu", dy, weight, "gate", gate);
+  check_gemm_backward("gemm_dglu", dy, weight, "up", up);
   const at::Tensor d_gate = matmul(as_matrix(dy), weight).view(gate.sizes());
   const at::Tensor d_up = at::empty_like(d_gate);
   glu_grad(d_gate, gate, up, d_gate, d_up, activation);

@@ -18,7 +18,8 @@ std::vector<int64_t> with_last_size(const at::Tensor& x, int64_t last);
 at::Tensor matmul(const at::Tensor& a_MK, const at::Tensor& b_KN);
 
 // work(begin, end) over [0, rows * blocks_of(cols)) on the threads of torch.set_num_threads.
-void for_each_unit(int64_t rows, int64_t cols, void (*work)(int64_t, int64_t, void*), void* context);
+void for_each_unit(int64_t rows, int64_t cols, void (*work)(int64_t, int64_t, void*),
+                   void* context);
 
 // The same for the parameters of an epilogue and its function.
 template <typename Params>

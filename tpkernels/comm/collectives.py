@@ -43,7 +43,9 @@ class Pending:
             self.wait()
 
 
-def _guarded(call: Callable[..., Any], operation: str, group_name: str, *args: Any, **kw: Any) -> Any:
+def _guarded(
+    call: Callable[..., Any], operation: str, group_name: str, *args: Any, **kw: Any
+) -> Any:
     try:
         return call(*args, **kw)
     except RuntimeError as error:  # DistBackendError, Gloo's and NCCL's own errors
@@ -69,9 +71,7 @@ def all_reduce_async(tensor: Tensor, group_name: str) -> Pending:
     group = group_by_name(group_name)
     if group is None or tensor.numel() == 0:
         return Pending(None, tensor, "all_reduce", group_name)
-    work = _guarded(
-        dist.all_reduce, "all_reduce", group_name, tensor, group=group, async_op=True
-    )
+    work = _guarded(dist.all_reduce, "all_reduce", group_name, tensor, group=group, async_op=True)
     return Pending(work, tensor, "all_reduce", group_name)
 
 

@@ -105,4 +105,4 @@ def group_by_name(name: str) -> dist.ProcessGroup | None:
     """The process group that ops mean by ``name``; None for ``""``, the group of one."""
     if not name:
         return None
-    return torch.distributed.distributed_c10d._resolve_process_group(name)
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]

@@ -45,9 +45,7 @@ def init_mesh(
     _start_process_group(device_type)
     given = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
     sizes = _fill(given, dist.get_world_size())
-    mesh = init_device_mesh(
-        device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES
-    )
+    mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
     mesh["dp_replicate", "dp_shard"]._flatten("dp")
     mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
     return mesh

@@ -145,7 +145,9 @@ class _GatherSequence(torch.autograd.Function):
         return _reduce_scatter(grad, ctx.sizes, ctx.dim, ctx.group_name), None, None, None
 
 
-def _checked_sizes(x: Tensor, sizes: list[int] | None, dim: int, name: str, held: bool) -> list[int]:
+def _checked_sizes(
+    x: Tensor, sizes: list[int] | None, dim: int, name: str, held: bool
+) -> list[int]:
     """``sizes`` of all ranks; ``held``: x is this rank's part, else the whole."""
     group = group_by_name(name)
     world, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))

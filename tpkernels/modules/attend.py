@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,7 +52,7 @@ def _sdpa(
     dropout: float,
     scale: float | None,
 ) -> Tensor:
-    options = {
+    options: dict[str, Any] = {
         "attn_mask": mask,
         "is_causal": causal,
         "scale": scale,

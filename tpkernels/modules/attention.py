@@ -198,7 +198,9 @@ class TPAttention(nn.Module):
         if self._qkv_name is not None:
             split_qkv_(self.get_submodule(self._qkv_name), self.heads, self.group, name)
         else:
-            split_projections_([self.get_submodule(n) for n in (q, k, v)], self.heads, self.group, name)
+            split_projections_(
+                [self.get_submodule(n) for n in (q, k, v)], self.heads, self.group, name
+            )
         split_output_(self.get_submodule(out), self.heads, self.group, name, reduce_dtype)
 
     def _number(self, value: float | str) -> float:
@@ -215,8 +217,7 @@ class TPAttention(nn.Module):
         if self._qkv_name is not None:
             if context is not None:
                 raise ConfigError(
-                    "TPAttention: cross-attention needs separate projections. "
-                    "Fix: fused_qkv=False"
+                    "TPAttention: cross-attention needs separate projections. Fix: fused_qkv=False"
                 )
             widths = [self.heads.local_heads(rank) * dim] + [
                 self.heads.local_kv_heads(rank) * dim

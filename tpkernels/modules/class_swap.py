@@ -40,7 +40,7 @@ def swap_class(module: nn.Module, parallel: type, **attributes: Any) -> None:
             f"{type(module).__name__} is already tensor-parallel. Fix: tpkernels.unparallelize first"
         )
     module.__dict__.setdefault(_RECORD, _Swap(type(module)))
-    module.__class__ = _joined(parallel, type(module))
+    module.__class__ = _joined(parallel, type(module))  # type: ignore[arg-type]
     set_attributes(module, **attributes)
 
 

@@ -140,9 +140,7 @@ def vocab_parallel_cross_entropy(
     else:
         torch._assert_async(~outside.any())
     safe_target = torch.where(counts, flat_target, 0)
-    loss, _ = _op(
-        rows(logits), safe_target, start, total, label_smoothing, group.name
-    )
+    loss, _ = _op(rows(logits), safe_target, start, total, label_smoothing, group.name)
     loss = torch.where(counts, loss, 0)
     if reduction == "none":
         return loss.view(target.shape)

@@ -23,7 +23,9 @@ class HeadPartition:
     kv: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def of(num_heads: int, num_kv_heads: int, head_dim: int, world: int, name: str) -> HeadPartition:
+    def of(
+        num_heads: int, num_kv_heads: int, head_dim: int, world: int, name: str
+    ) -> HeadPartition:
         """Split over ``world`` ranks.
 
         With at least as many key-value heads as ranks, whole key-value groups are split (9 query

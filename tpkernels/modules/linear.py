@@ -67,9 +67,7 @@ class JointProjection:
                 leaf.group.name,
             )
             self._input = x
-            self._outputs = {
-                id(each): y for each, y in zip(self._leaves, outputs, strict=True)
-            }
+            self._outputs = {id(each): y for each, y in zip(self._leaves, outputs, strict=True)}
         return self._outputs.pop(id(leaf))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JointProjection:

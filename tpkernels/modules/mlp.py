@@ -186,9 +186,7 @@ class TPMLP(nn.Module):
         else:
             h = self._intermediate(x, w_up, b_up, w_gate, b_gate)
             h = sharded_dropout(h, p, True, self.group)
-            y = gemm_all_reduce(
-                h, w_down, b_down, self.group.name, reduce_dtype=self.reduce_dtype
-            )
+            y = gemm_all_reduce(h, w_down, b_down, self.group.name, reduce_dtype=self.reduce_dtype)
         outer = self._probability(self.outer_dropout) if self.training else 0.0
         return nn.functional.dropout(y, outer, True) if outer else y
 
@@ -231,4 +229,3 @@ def _features(leaf: nn.Module) -> tuple[int, int]:
         return leaf.in_features, leaf.out_features
     weight: Tensor = leaf.weight  # type: ignore[assignment]
     return weight.shape[0], weight.shape[1]
-

@@ -32,7 +32,13 @@ class TPMultiheadAttention(nn.Module):
 
     group: Group
     heads: HeadPartition
+    in_proj_weight: Tensor
+    in_proj_bias: Tensor | None
+    out_proj: nn.Module
+    dropout: float
+    batch_first: bool
     checks_inputs: bool = True
+    _first_calls: FirstCalls
 
     @classmethod
     def shard_(cls, module: nn.Module, group: GroupLike, *, name: str = "self_attn") -> None:
@@ -158,11 +164,12 @@ class TPMultiheadAttention(nn.Module):
         """(output of this rank's heads, weights of all heads or their average [B, (H,) L, S])."""
         scores = q @ k.transpose(-2, -1) * self.heads.head_dim**-0.5
         if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+            scores = (
+                scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+            )
         weights = torch.softmax(scores, dim=-1)
         if p > 0.0:
             weights = sharded_dropout(weights, p, True, self.group)
         counts = [count for _, count in self.heads.q]
         every = gather_from_region(weights, self.group.name, 1, counts)
         return weights @ v, every.mean(1) if average else every
-

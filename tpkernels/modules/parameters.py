@@ -41,7 +41,9 @@ def is_plain_split(spec: ShardSpec) -> bool:
     return spec.layout == layout_from_sizes(sizes)
 
 
-def make_parameter(local: Tensor, spec: ShardSpec, group: Group, requires_grad: bool) -> nn.Parameter:
+def make_parameter(
+    local: Tensor, spec: ShardSpec, group: Group, requires_grad: bool
+) -> nn.Parameter:
     """A parameter that holds ``local`` and says what it is.
 
     A DTensor where its placements can say it (so that ``fully_shard`` in 2-D, DCP and PyTorch's
@@ -96,7 +98,7 @@ def local_tensor(parameter: Tensor) -> Tensor:
 def gather_full(tensor: Tensor, group: Group | None) -> Tensor:
     """The whole tensor from every rank's part; collective unless it is an ordinary tensor."""
     if isinstance(tensor, DTensor):
-        return tensor.detach().full_tensor()
+        return tensor.full_tensor().detach()
     spec = spec_of(tensor)
     if not isinstance(tensor, ChunkedTensor) or spec is None or group is None:
         return tensor.detach()

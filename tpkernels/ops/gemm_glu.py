@@ -16,9 +16,7 @@ from tpkernels.ops.gemm_act import gemm_grads
 from tpkernels.library import check_dtypes, check_gemm, check_same_shape, define, needs_grad
 from tpkernels.reference.activation import check_activation
 
-_SIGNATURE = (
-    "(Tensor x, Tensor w_gate, Tensor w_up, Tensor? b_gate, Tensor? b_up, str act) -> "
-)
+_SIGNATURE = "(Tensor x, Tensor w_gate, Tensor w_up, Tensor? b_gate, Tensor? b_up, str act) -> "
 
 
 def _check(
@@ -177,11 +175,9 @@ def _glu_grad_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 def _glu_grad_backward(ctx: Any, grad_gate: Tensor, grad_up: Tensor) -> tuple[Any, ...]:
     with torch.enable_grad():
-        inputs = tuple(t.detach().requires_grad_() for t in ctx.saved_tensors)
-        outputs = reference.glu_grad(*inputs, ctx.act)
-        grads = torch.autograd.grad(
-            outputs, inputs, (grad_gate, grad_up), materialize_grads=True
-        )
+        dy, gate, up = inputs = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        outputs = reference.glu_grad(dy, gate, up, ctx.act)
+        grads = torch.autograd.grad(outputs, inputs, (grad_gate, grad_up), materialize_grads=True)
     return (*grads, None)
 
 

@@ -155,10 +155,14 @@ class _Column(torch.autograd.Function):
         need_b = ctx.needs_input_grad[3 + count :]
         dws: list[Tensor | None] = [None] * count
         dbs: list[Tensor | None] = [None] * count
-        used = [i for i in range(count) if dys[i] is not None]
+        used = [i for i, dy in enumerate(dys) if dy is not None]
         if not used:  # the same on every rank: nothing downstream asked
             return None, None, None, *dws, *dbs
-        dpres = [dys[i] if ctx.act == "none" else act_grad(dys[i], pres[i], ctx.act) for i in used]
+        dpres = [
+            dy if ctx.act == "none" else act_grad(dy, pres[i], ctx.act)
+            for i, dy in enumerate(dys)
+            if dy is not None
+        ]
         dx, dw_used = column_backward(
             dpres,
             x,

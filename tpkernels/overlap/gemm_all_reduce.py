@@ -33,7 +33,9 @@ def _run(
     x_MK = rows(x)
     wire_dtype = reduce_dtype or x.dtype
     out_MN = x.new_empty((x_MK.shape[0], weight.shape[0]), dtype=wire_dtype)
-    plan = plan_gemm_all_reduce(*out_MN.shape, out_MN.element_size(), group_name, chunks)
+    plan = plan_gemm_all_reduce(
+        out_MN.shape[0], out_MN.shape[1], out_MN.element_size(), group_name, chunks
+    )
     issued: list[tuple[int, int, Pending]] = []
     try:
         for start, end in plan.rows(out_MN.shape[0]):

@@ -178,6 +178,4 @@ def mlp(
     Returns:
         [..., N], the same on all ranks. Differentiable once.
     """
-    return _mlp(
-        x, w_up, b_up, w_gate, b_gate, w_down, b_down, act, group_name, reduce_dtype
-    )
+    return _mlp(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act, group_name, reduce_dtype)

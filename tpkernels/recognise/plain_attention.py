@@ -36,23 +36,7 @@ from tpkernels.recognise.trace import (
     trace,
 )
 
-SHAPES = ((2, 5), (3, 4))  # batch, tokens: all different, so that no axis passes for another
-# float64, relative to the largest output: room for a softmax computed in float32 (6e-8 each).
-TOLERANCE = 2e-6
 _MATMULS = ("matmul", "bmm", "baddbmm", "einsum", "__matmul__", "__rmatmul__")
-
-
-class _NoAttention(Exception):
-    """The module is attention, but not one that can be replaced; the message says why."""
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """What the graph without a mask says; ``scale`` and ``causal`` as evaluated."""
-
-    roles: Roles
-    scale: float
-    causal: bool
 
 
 def match_plain_attention(module: nn.Module, scope: Scope) -> AttentionStructure | Refusal | None:
@@ -67,7 +51,7 @@ def match_plain_attention(module: nn.Module, scope: Scope) -> AttentionStructure
         return None
     try:
         return _match(module, scope, traced, core, optional)
-    except _NoAttention as problem:
+    except NoAttention as problem:
         return Refusal(str(problem), KEEP_DENSE)
 
 
@@ -78,14 +62,14 @@ def _match(
     _check_module(traced)
     used = [p for p in traced.placeholders[1:] if p.users]
     if len(used) > 1:
-        raise _NoAttention(f"its arguments {', '.join(p.name for p in used)} take part")
+        raise NoAttention(f"its arguments {', '.join(p.name for p in used)} take part")
     mask_trace: Trace | None = traced if used else None
     mask_name = str(used[0].target) if used else None
     for name in optional:
         with_argument = _trace_with(module, tuple(o for o in optional if o != name))
         argument = next(p for p in with_argument.placeholders if p.target == name)
         if argument.users and mask_name is not None:
-            raise _NoAttention(f"its arguments {mask_name} and {name} both take part")
+            raise NoAttention(f"its arguments {mask_name} and {name} both take part")
         if argument.users:
             mask_trace, mask_name = with_argument, name
     neutral = None if traced is not mask_trace else mask_name
@@ -111,40 +95,28 @@ def _match(
         outer_dropout=outer_dropout,
     )
     if mask_trace is not None and mask_name is not None:
-        structure = _with_mask(mask_trace, mask_name, structure, reading)
+        structure = with_mask(mask_trace, mask_name, structure, reading)
     if neutral is None:
-        problem = _run(traced, scope, structure, reading)
+        problem = run_itself(traced, scope, structure, reading)
         if problem is not None:
-            raise _NoAttention(problem)
+            raise NoAttention(problem)
     return structure
-
-
-def _run(traced: Trace, scope: Scope, structure: AttentionStructure, r: _Reading) -> str | None:
-    """Run the module itself, with its own weights, where it has any."""
-    features = _features(traced)
-    return run_problem(
-        traced,
-        scope,
-        repr(structure),
-        (*SHAPES[0], features),
-        lambda x, linear: canonical.attention(x, r.roles, linear, scale=r.scale, causal=r.causal),
-    )
 
 
 def _check_module(traced: Trace) -> None:
     calls = [str(node.target) for node in traced.linears]
     twice = [path for path in calls if calls.count(path) > 1]
     if twice:
-        raise _NoAttention(f"the layer {twice[0]!r} is called twice")
+        raise NoAttention(f"the layer {twice[0]!r} is called twice")
     own = {id(p) for path in calls for p in traced.module.get_submodule(path).parameters()}
     extra = [name for name, p in traced.module.named_parameters() if id(p) not in own]
     if extra:
-        raise _NoAttention(f"it has parameters beside its projections: {', '.join(extra)}")
+        raise NoAttention(f"it has parameters beside its projections: {', '.join(extra)}")
     hooked = [n for n, m in traced.module.named_modules() if n and has_hooks(m)]
     if hooked:
-        raise _NoAttention(f"its part {hooked[0]!r} has a hook, which a replacement would not run")
+        raise NoAttention(f"its part {hooked[0]!r} has a hook, which a replacement would not run")
     if traced.kwargs_read:
-        raise _NoAttention("its forward reads **kwargs")
+        raise NoAttention("its forward reads **kwargs")
 
 
 def _core(traced: Trace) -> fx.Node | None:
@@ -187,44 +159,44 @@ def _output(traced: Trace) -> tuple[fx.Node, str | float | None]:
     """The output projection and the dropout after it."""
     node = traced.output
     if not isinstance(node, fx.Node):
-        raise _NoAttention("it returns more than one tensor; return the output alone")
+        raise NoAttention("it returns more than one tensor; return the output alone")
     dropout: str | float | None = None
     if dropout_of(traced, node) is not None:
         dropout = dropout_of(traced, node)
         node = node.all_input_nodes[0]
     if not traced.is_linear(node):
-        raise _NoAttention("its output does not come from one linear layer")
+        raise NoAttention("its output does not come from one linear layer")
     return node, dropout
 
 
-def _read(traced: Trace, core: fx.Node, out: fx.Node, neutral: str | None) -> _Reading:
+def _read(traced: Trace, core: fx.Node, out: fx.Node, neutral: str | None) -> Reading:
     """Roles, scale and causality for which the graph is canonical attention."""
     linear = probe_linears(traced.module, tuple(str(n.target) for n in traced.linears), torch.float64)
-    env = _inputs(traced, SHAPES[0], neutral)
+    env = inputs(traced, SHAPES[0], neutral)
     try:
         scores, scale = _scores(traced, core, env, linear)
     except Exception as error:  # the user's own code on another dtype, device or size
-        raise _NoAttention(f"evaluating it raised {type(error).__name__}: {error}") from error
+        raise NoAttention(f"evaluating it raised {type(error).__name__}: {error}") from error
     batch, tokens = SHAPES[0]
     width = leaf_features(traced.submodule(out))[0]
     heads = scores.numel() // (batch * tokens * tokens)
     if scores.numel() != heads * batch * tokens * tokens or not heads or width % heads:
-        raise _NoAttention(f"{width} features into the output layer do not make {heads} heads")
+        raise NoAttention(f"{width} features into the output layer do not make {heads} heads")
     reason = "its heads and widths do not fit together"
     for roles in _candidates(traced, core, out, heads, width // heads):
-        reading = _fit(traced, roles, scores, scale, neutral, linear)
+        reading = fit(traced, roles, scores, scale, neutral, linear)
         if reading is None:
             reason = (
                 "it does not compute softmax(scale * q k^T) v on its projections "
                 "(rotary or position terms inside, or another layout of the heads)"
             )
         elif roles.layout == "per_head":
-            raise _NoAttention(
+            raise NoAttention(
                 f"the rows of {roles.qkv!r} alternate q, k and v by head; blocks [q | k | v] can be split"
             )
         else:
             return reading
-    raise _NoAttention(reason)
+    raise NoAttention(reason)
 
 
 def _scores(
@@ -252,7 +224,7 @@ def _candidates(
     """Assignments of the linear layers before the softmax to q, k and v."""
     names = [str(n.target) for n in traced.linears if n is not out]
     if any(n.args != (traced.placeholders[0],) for n in traced.linears if n is not out):
-        raise _NoAttention("its projections do not all read its first argument (cross attention?)")
+        raise NoAttention("its projections do not all read its first argument (cross attention?)")
     widths = [leaf_features(traced.module.get_submodule(name))[1] for name in names]
     path = str(out.target)
     if len(names) == 1:
@@ -263,7 +235,7 @@ def _candidates(
                 yield Roles(path, heads, heads, head_dim, qkv=names[0], layout="per_head")
         return
     if len(names) != 3:
-        raise _NoAttention(f"{len(names)} linear layers come before its softmax, not 3 or 1")
+        raise NoAttention(f"{len(names)} linear layers come before its softmax, not 3 or 1")
     before = _ancestors(core)
     if core.target is F.scaled_dot_product_attention:
         by_argument = bind_sdpa(core.args, core.kwargs)
@@ -274,128 +246,16 @@ def _candidates(
         scoring = [str(n.target) for n in traced.linears if n in before]
         value = [n for n in names if n not in scoring]
         if len(scoring) != 2:
-            raise _NoAttention(f"{len(scoring)} linear layers come before its softmax, not 2")
+            raise NoAttention(f"{len(scoring)} linear layers come before its softmax, not 2")
         permutations = [(*scoring, *value), (*reversed(scoring), *value)]
     for q, k, v in permutations:
         if len({q, k, v}) != 3:
-            raise _NoAttention("query, key and value do not come from one linear layer each")
+            raise NoAttention("query, key and value do not come from one linear layer each")
         size = dict(zip(names, widths, strict=True))
         kv_heads, rest = divmod(size[k], head_dim)
         fits = size[q] == heads * head_dim and size[k] == size[v] and rest == 0 and kv_heads > 0
         if fits and heads % kv_heads == 0:
             yield Roles(path, heads, kv_heads, head_dim, q=q, k=k, v=v)
-
-
-def _fit(
-    traced: Trace,
-    roles: Roles,
-    scores: Tensor,
-    scale: float | None,
-    neutral: str | None,
-    linear: canonical.Linear,
-) -> _Reading | None:
-    """Scale and causality with which these roles reproduce the graph; None if none do."""
-    if scale is None:
-        x = _inputs(traced, SHAPES[0], None)[traced.placeholders[0]]
-        q, k, _ = canonical.projections(x, roles, linear)
-        products = q @ k.repeat_interleave(roles.heads // roles.kv_heads, dim=1).transpose(-2, -1)
-        diagonal = products.diagonal(dim1=-2, dim2=-1).flatten()  # visible under any mask
-        largest = int(diagonal.abs().argmax())
-        given = scores.reshape(products.shape).diagonal(dim1=-2, dim2=-1).flatten()
-        scale = float(given[largest] / diagonal[largest])
-    for causal in (False, True):
-        reading = _Reading(roles, scale, causal)
-        if _agrees(traced, reading, linear, neutral, reading_of_mask="none"):
-            return reading
-    return None
-
-
-def _agrees(
-    traced: Trace,
-    reading: _Reading,
-    linear: canonical.Linear,
-    mask_name: str | None,
-    reading_of_mask: MaskReading,
-    masks: dict[tuple[int, int], Tensor] | None = None,
-) -> bool:
-    """Whether graph and formula give the same, in every shape."""
-    for shape in SHAPES:
-        env = _inputs(traced, shape, mask_name)
-        mask = masks[shape] if masks is not None else None
-        if mask is not None:
-            env |= {p: mask for p in traced.placeholders if p.target == mask_name}
-        x = env[traced.placeholders[0]]
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                given = evaluate(traced, traced.output, env, linear)
-        except Exception:  # the user's own code on this mask or size: it does not compute this
-            return False
-        expected = canonical.attention(
-            x,
-            reading.roles,
-            linear,
-            scale=reading.scale,
-            causal=reading.causal,
-            mask=mask,
-            reading=reading_of_mask,
-        )
-        if not isinstance(given, Tensor) or given.shape != expected.shape:
-            return False
-        error = float((given - expected).abs().max())
-        if not error <= TOLERANCE * float(expected.abs().max()):
-            return False
-    return True
-
-
-def _with_mask(
-    traced: Trace, name: str, structure: AttentionStructure, reading: _Reading
-) -> AttentionStructure:
-    """The structure with what its mask means, found by trying the meanings."""
-    linear = probe_linears(traced.module, structure.leaves, torch.float64)
-    causalities = (True, False) if reading.causal else (False,)
-    for causal in causalities:
-        as_read = replace(reading, causal=causal)
-        for ndim in (4, 2):
-
-            def accepts(meaning: MaskReading) -> bool:
-                masks = {shape: _mask(shape, meaning, ndim) for shape in SHAPES}  # noqa: B023
-                return _agrees(traced, as_read, linear, name, meaning, masks)  # noqa: B023
-
-            kind = None
-            if accepts("nonzero_keep"):
-                kind = "nonzero_keep"
-            elif accepts("keep"):
-                kind = "sdpa"
-            elif accepts("additive"):
-                kind = "additive"
-            elif accepts("drop"):
-                raise _NoAttention(
-                    f"its argument {name!r} hides where it is True; True must mean attend"
-                )
-            if kind is not None:
-                return replace(
-                    structure,
-                    mask_kind=kind,
-                    causal=reading.causal,
-                    mask_replaces_causal=reading.causal and not causal,
-                )
-    raise _NoAttention(
-        f"its argument {name!r} is no mask that is broadcast to [batch, heads, tokens, tokens]"
-    )
-
-
-def _mask(shape: tuple[int, int], meaning: MaskReading, ndim: int) -> Tensor:
-    """A random mask under which every token sees itself."""
-    batch, tokens = shape
-    size = (batch, 1, tokens, tokens) if ndim == 4 else (tokens, tokens)
-    generator = torch.Generator().manual_seed(7)
-    random = torch.randn(size, dtype=torch.float64, generator=generator)
-    if meaning == "additive":
-        return random
-    visible = (random > 0) | torch.eye(tokens, dtype=torch.bool)
-    if meaning == "drop":
-        return ~visible
-    return visible.double() if meaning == "nonzero_keep" else visible
 
 
 def _inner_dropout(
@@ -406,7 +266,7 @@ def _inner_dropout(
     inner = [n for n in dropouts if n.all_input_nodes[0] is not out]
     if core.target is F.scaled_dot_product_attention:
         if inner:
-            raise _NoAttention("a dropout lies elsewhere than on the probabilities and the output")
+            raise NoAttention("a dropout lies elsewhere than on the probabilities and the output")
         p = bind_sdpa(core.args, core.kwargs).get("dropout_p", 0.0)
         return float(p) if isinstance(p, float | int) and p else None
     for node in inner:
@@ -414,7 +274,7 @@ def _inner_dropout(
         while source is not core and len(source.all_input_nodes) == 1:
             source = source.all_input_nodes[0]  # a cast of the probabilities
         if source is not core or len(inner) > 1 or any(_is_matmul(n) for n in _between(core, node)):
-            raise _NoAttention("a dropout lies elsewhere than on the probabilities and the output")
+            raise NoAttention("a dropout lies elsewhere than on the probabilities and the output")
     return dropout_of(traced, inner[0]) if inner else None
 
 
@@ -423,22 +283,6 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
     while node is not first:
         yield node
         node = node.all_input_nodes[0]
-
-
-def _inputs(traced: Trace, shape: tuple[int, int], neutral: str | None) -> dict[fx.Node, Tensor]:
-    """Random x [B, T, features]; a mask argument that must be given hides nothing."""
-    generator = torch.Generator().manual_seed(8)
-    size = (*shape, _features(traced))
-    x = torch.randn(size, dtype=torch.float64, generator=generator)
-    known = {traced.placeholders[0]: x}
-    for placeholder in traced.placeholders[1:]:
-        if placeholder.target == neutral:
-            known[placeholder] = torch.ones(shape[0], 1, shape[1], shape[1], dtype=torch.bool)
-    return known
-
-
-def _features(traced: Trace) -> int:
-    return leaf_features(traced.submodule(traced.linears[0]))[0]
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
@@ -469,7 +313,7 @@ def _trace_with(module: nn.Module, absent: tuple[str, ...]) -> Trace:
     try:
         return trace(module, _opaque, absent)
     except Untraceable as error:
-        raise _NoAttention(f"with its optional arguments, {error}") from error
+        raise NoAttention(f"with its optional arguments, {error}") from error
 
 
 def _opaque(module: nn.Module) -> bool:

@@ -1,0 +1,1 @@
+"""`tpkernels demo`: pretrained models, dense and tensor-parallel, side by side."""

@@ -1,0 +1,127 @@
+"""Times of a dense and a tensor-parallel model, measured so that they can be compared.
+
+The variants take turns within one process, so that whatever else the machine does meets all of
+them. The dense model runs on rank 0 while the other ranks sleep in a barrier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import quantiles
+
+import torch
+import torch.distributed as dist
+
+from tpkernels.demo.session import Session
+
+WARM_UP = 3
+
+
+@dataclass
+class Variant:
+    """Something to time.
+
+    Attributes:
+        run: one repetition.
+        every_rank: whether all ranks take part; otherwise only rank 0.
+        threads: CPU threads of a rank that takes part.
+        parameter_bytes: held by a rank that takes part.
+        seconds: the measurements, the slowest rank's each.
+    """
+
+    name: str
+    run: Callable[[], object]
+    every_rank: bool
+    threads: int
+    parameter_bytes: int
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def percentiles(self) -> tuple[float, float, float]:
+        """p20, p50 and p80 in seconds."""
+        if len(self.seconds) == 1:
+            return (self.seconds[0],) * 3
+        fifths = quantiles(self.seconds, n=10, method="inclusive")
+        return fifths[1], fifths[4], fifths[7]
+
+
+def dense_and_parallel(
+    session: Session,
+    dense: Callable[[], object],
+    parallel: Callable[[], object],
+    dense_bytes: int,
+    parallel_bytes: int,
+) -> list[Variant]:
+    """The variants to compare: dense on one rank's threads, on all ranks' threads, and parallel."""
+    threads, world = torch.get_num_threads(), session.world_size
+    on_cpu = session.device.type == "cpu"
+    named = f"tensor-parallel, {world} rank{'s' if world > 1 else ''}"
+    variants = [Variant("dense, 1 rank", dense, False, threads, dense_bytes)]
+    if on_cpu and world > 1:
+        variants.append(Variant("dense, 1 rank", dense, False, threads * world, dense_bytes))
+    variants.append(Variant(named, parallel, True, threads, parallel_bytes))
+    if on_cpu:
+        for variant in variants:
+            variant.name += f" x {variant.threads} thread{'s' if variant.threads > 1 else ''}"
+    return variants
+
+
+def measure(session: Session, variants: Sequence[Variant], repeat: int) -> None:
+    """Fill in `seconds` of every variant, `repeat` times in turn after a warm-up."""
+    threads = torch.get_num_threads()
+    for turn in range(WARM_UP + repeat):
+        for variant in variants:
+            dist.barrier(group=session.group)
+            seconds = 0.0
+            if variant.every_rank or session.rank == 0:
+                torch.set_num_threads(variant.threads)
+                seconds = _seconds(variant.run, session.device)
+                torch.set_num_threads(threads)
+            if turn >= WARM_UP:
+                variant.seconds.append(seconds)
+    for variant in variants:
+        variant.seconds = session.largest(variant.seconds)
+
+
+def table(title: str, variants: Sequence[Variant]) -> str:
+    """A table of the variants, the first being what the others are compared with."""
+    width = max(len(title), *(len(variant.name) for variant in variants))
+    header = f"{title:<{width}}  {'p20 ms':>8}  {'p50 ms':>8}  {'p80 ms':>8}  {'ratio':>6}"
+    lines = [f"{header}  {'MB a rank':>9}", "-" * (len(header) + 11)]
+    base = variants[0].percentiles[1]
+    for variant in variants:
+        times = "".join(f"  {1e3 * seconds:8.1f}" for seconds in variant.percentiles)
+        ratio = variant.percentiles[1] / base
+        megabytes = variant.parameter_bytes / 1e6
+        lines.append(f"{variant.name:<{width}}{times}  {ratio:6.2f}  {megabytes:9.1f}")
+    return "\n".join(lines)
+
+
+def as_rows(variants: Sequence[Variant]) -> list[dict[str, object]]:
+    """The variants for JSON."""
+    return [
+        {
+            "variant": variant.name,
+            "threads": variant.threads,
+            "parameter_bytes": variant.parameter_bytes,
+            **{
+                name: 1e3 * seconds
+                for name, seconds in zip(
+                    ("p20_ms", "p50_ms", "p80_ms"), variant.percentiles, strict=True
+                )
+            },
+        }
+        for variant in variants
+    ]
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
