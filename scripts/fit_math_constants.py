@@ -1,8 +1,9 @@
 """Fit the polynomials of csrc/common/math.h and print csrc/common/math_constants.h.
 
-exp(r) on |r| <= ln(2)/2, and the upper tail of the normal distribution through its Mills ratio:
-(a + k) * exp(a^2 / 2) * Phi(-a) as a polynomial in t = 2k / (a + k) - 1, which maps a in [0, inf)
-to t in (-1, 1] (the change of variable of Shepherd and Laframboise, Math. Comp. 36 (1981) 249-253).
+exp(r) on |r| <= ln(2)/2, and the lower tail of the normal distribution through its Mills ratio:
+(1 + a / k) * exp(a^2 / 2) * Phi(-a) as a polynomial in s = a / (a + k), which maps a in
+[0, infinity) to s in [0, 1) (a change of variable in the manner of Shepherd and Laframboise, Math.
+Comp. 36 (1981) 249-253). The constant term is 1/2, so that the tail is exact where a is small.
 Chebyshev interpolation in 50 digits, so the result is within a small factor of the minimax.
 
 Run: python scripts/fit_math_constants.py > csrc/common/math_constants.h   (needs mpmath)
@@ -14,57 +15,63 @@ import mpmath as mp
 
 mp.mp.dps = 50
 Function = Callable[[mp.mpf], mp.mpf]
+# type, suffix of names, degree of exp, k and degree of the tail: the smallest that fit to half a
+# unit in the last place of the type.
+TYPES = (("float", "F", 6, 3.5, 10), ("double", "D", 11, 5.0, 22))
 
 
-def mills_function(k: int | float) -> Function:
-    """Return t -> (a + k) * exp(a^2 / 2) * Phi(-a) with a = 2k / (t + 1) - k."""
+def mills_function(k: float) -> Function:
+    """Return s -> (1 + a / k) * exp(a^2 / 2) * Phi(-a) with a = k s / (1 - s)."""
 
-    def function(t: mp.mpf) -> mp.mpf:
-        a = 2 * mp.mpf(k) / (t + 1) - k
+    def function(s: mp.mpf) -> mp.mpf:
+        a = k * s / (1 - s)
         u = a / mp.sqrt(2)
         if u < 25:
-            return (a + k) * mp.exp(u * u) * mp.erfc(u) / 2
+            return (1 + a / k) * mp.exp(u * u) * mp.erfc(u) / 2
         total, term, n = mp.mpf(0), mp.mpf(1), 0
         while abs(term) > mp.mpf(10) ** -45:  # asymptotic series of erfc
             total += term
             term *= -(2 * n + 1) / (2 * u * u)
             n += 1
-        return (a + k) * total / (2 * u * mp.sqrt(mp.pi))
+        return (1 + a / k) * total / (2 * u * mp.sqrt(mp.pi))
 
     return function
 
 
-def fit(function: Function, half_width: mp.mpf, degree: int) -> tuple[list[mp.mpf], mp.mpf]:
-    """Return monomial coefficients on [-half_width, half_width] and the largest relative error."""
-    count = degree + 1
+def add_scaled(target: list[mp.mpf], source: list[mp.mpf], factor: mp.mpf) -> list[mp.mpf]:
+    """Return target + factor * source, as polynomials in ascending powers."""
+    size = max(len(target), len(source))
+    padded = [*target, *[mp.mpf(0)] * (size - len(target))]
+    for power, value in enumerate(source):
+        padded[power] += factor * value
+    return padded
+
+
+def fit(function: Function, low: mp.mpf, high: mp.mpf, degree: int) -> list[mp.mpf]:
+    """Return the coefficients, in ascending powers, of the Chebyshev interpolant."""
+    count, middle, half = degree + 1, (low + high) / 2, (high - low) / 2
     angles = [mp.pi * (j + mp.mpf(1) / 2) / count for j in range(count)]
-    values = [function(half_width * mp.cos(angle)) for angle in angles]
-    chebyshev = [
-        (2 if i else 1)
-        * sum(v * mp.cos(i * angle) for v, angle in zip(values, angles, strict=True))
-        / count
-        for i in range(count)
-    ]
-    # T_i as monomials, by T_{i+1} = 2 t T_i - T_{i-1}.
-    previous, current = [mp.mpf(1)], [mp.mpf(0), mp.mpf(1)]
-    monomial = [mp.mpf(0)] * count
-    for i, coefficient in enumerate(chebyshev):
-        term = previous if i == 0 else current
-        for power, value in enumerate(term):
-            monomial[power] += coefficient * value
-        if i:
-            following = [mp.mpf(0)] + [2 * value for value in current]
-            for power, value in enumerate(previous):
-                following[power] -= value
-            previous, current = current, following
-    grid = [half_width * mp.mpf(i) / 200 for i in range(-199, 201)]
-    scaled = [c / half_width**power for power, c in enumerate(monomial)]
-    worst = max(abs(mp.polyval(scaled[::-1], t) / function(t) - 1) for t in grid)
-    return scaled, worst
+    values = [function(middle + half * mp.cos(angle)) for angle in angles]
+    result: list[mp.mpf] = []
+    previous: list[mp.mpf] = []
+    current = [mp.mpf(1)]
+    for i in range(count):
+        dot = sum(v * mp.cos(i * angle) for v, angle in zip(values, angles, strict=True))
+        result = add_scaled(result, current, (2 if i else 1) * dot / count)
+        # T_{i+1} = 2 t T_i - T_{i-1} with t = (x - middle) / half; T_1 = t.
+        twice = mp.mpf(2 if i else 1)
+        following = add_scaled(
+            [mp.mpf(0), *[twice / half * v for v in current]], current, -twice * middle / half
+        )
+        previous, current = current, add_scaled(following, previous, mp.mpf(-1))
+    return result
 
 
-def emit(name: str, real: str, coefficients: list[mp.mpf], worst: mp.mpf) -> None:
-    """Print one C++ array, highest power first."""
+def emit(real: str, name: str, function: Function, low: mp.mpf, high: mp.mpf, degree: int) -> None:
+    """Print one C++ array, highest power first, with the fit's error."""
+    coefficients = fit(function, low, high, degree)
+    grid = [low + (high - low) * mp.mpf(i) / 400 for i in range(400)]
+    worst = max(abs(mp.polyval(coefficients[::-1], x) / function(x) - 1) for x in grid)
     digits, suffix = (9, "f") if real == "float" else (17, "")
     print(f"// Largest relative error of the fit: {mp.nstr(worst, 2)}.")
     print(f"inline constexpr {real} {name}[] = {{")
@@ -75,15 +82,16 @@ def emit(name: str, real: str, coefficients: list[mp.mpf], worst: mp.mpf) -> Non
 
 def main() -> None:
     """Print the header."""
-    print("// Made by scripts/fit_math_constants.py; checked by csrc/tests/math_test.cpp. Do not edit.")
+    print(
+        "// Made by scripts/fit_math_constants.py; checked by csrc/tests/math_test.cpp. Do not edit."
+    )
     print("#pragma once\n\nnamespace tpkernels {\n")
-    for real, exp_degree, k, mills_degree in (("float", 6, 3.5, 10), ("double", 11, 5.0, 22)):
-        suffix = "F" if real == "float" else "D"
+    for real, suffix, exp_degree, k, mills_degree in TYPES:
         half_ln2 = mp.log(2) / 2
-        emit(f"kExpPoly{suffix}", real, *fit(mp.exp, half_ln2, exp_degree))
-        # Just inside (-1, 1]: t = -1 is a = infinity.
-        emit(f"kMillsPoly{suffix}", real, *fit(mills_function(k), mp.mpf(1), mills_degree))
-        print(f"inline constexpr {real} kMillsShift{suffix} = {k}{'f' if real == 'float' else ''};\n")
+        emit(real, f"kExpPoly{suffix}", mp.exp, -half_ln2, half_ln2, exp_degree)
+        emit(real, f"kMillsPoly{suffix}", mills_function(k), mp.mpf(0), mp.mpf(1), mills_degree)
+        literal = f"{k}f" if real == "float" else f"{k}"
+        print(f"inline constexpr {real} kMillsShift{suffix} = {literal};\n")
     print("}  // namespace tpkernels")
 
 

@@ -16,30 +16,34 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from tpkernels import ops
-    from tpkernels.checkpoint import full_state_dict, load_full_state_dict
-    from tpkernels.clip_grad import clip_grad_norm_
-    from tpkernels.comm.agreement import check_agreement
-    from tpkernels.comm.mesh import init_mesh
-    from tpkernels.modules import (
-        ColumnParallelLinear,
-        RowParallelLinear,
-        TPAttention,
-        TPMLP,
-        VocabParallelEmbedding,
-        vocab_parallel_cross_entropy,
-    )
-    from tpkernels.parallelize import ParallelReport, parallelize, unparallelize
-    from tpkernels.shard_spec import ShardSpec, spec_of
+if TYPE_CHECKING:  # for type checkers; at run time __getattr__ imports them
+    from tpkernels import ops as ops
+    from tpkernels.checkpoint import full_state_dict as full_state_dict
+    from tpkernels.checkpoint import load_full_state_dict as load_full_state_dict
+    from tpkernels.clip_grad import clip_grad_norm_ as clip_grad_norm_
+    from tpkernels.comm.agreement import check_agreement as check_agreement
+    from tpkernels.comm.mesh import init_mesh as init_mesh
+    from tpkernels.modules import TPMLP as TPMLP
+    from tpkernels.modules import ColumnParallelLinear as ColumnParallelLinear
+    from tpkernels.modules import RowParallelLinear as RowParallelLinear
+    from tpkernels.modules import TPAttention as TPAttention
+    from tpkernels.modules import TPMultiheadAttention as TPMultiheadAttention
+    from tpkernels.modules import VocabParallelEmbedding as VocabParallelEmbedding
+    from tpkernels.modules import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from tpkernels.parallelize import parallelize as parallelize
+    from tpkernels.parallelize import unparallelize as unparallelize
+    from tpkernels.report import ParallelReport as ParallelReport
+    from tpkernels.shard_spec import ShardSpec as ShardSpec
+    from tpkernels.shard_spec import spec_of as spec_of
 
 _EXPORTS = {
     "ColumnParallelLinear": "tpkernels.modules",
-    "ParallelReport": "tpkernels.parallelize",
+    "ParallelReport": "tpkernels.report",
     "RowParallelLinear": "tpkernels.modules",
     "ShardSpec": "tpkernels.shard_spec",
     "TPAttention": "tpkernels.modules",
     "TPMLP": "tpkernels.modules",
+    "TPMultiheadAttention": "tpkernels.modules",
     "VocabParallelEmbedding": "tpkernels.modules",
     "check_agreement": "tpkernels.comm.agreement",
     "clip_grad_norm_": "tpkernels.clip_grad",

@@ -19,8 +19,12 @@ _GROUP = "_tpkernels_group"  # on the root of a parallelized model
 def group_of(module: nn.Module) -> Group | None:
     """The group ``module``, or the first split module inside it, is split over."""
     for each in module.modules():
-        for attribute in (_GROUP, "group"):
-            group = each.__dict__.get(attribute)
+        state = each.__dict__.get("_tp")
+        for group in (
+            each.__dict__.get(_GROUP),
+            getattr(state, "group", None),
+            each.__dict__.get("group"),
+        ):
             if isinstance(group, Group):
                 return group
     return None

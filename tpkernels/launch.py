@@ -61,8 +61,11 @@ def start_ranks(arguments: list[str], nproc: int) -> int:
     os.environ[_LAUNCHED] = "1"
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={nproc}"]
+    parsed = run.parse_args([*options, "-m", "tpkernels"])
+    # Past its parser, which would take `--nproc` for an abbreviation of its own option.
+    parsed.training_script_args = arguments
     try:
-        run.run(run.parse_args([*options, "-m", "tpkernels", *arguments]))
+        run.run(parsed)
     except ChildFailedError as error:
         print(_describe(error, nproc), file=sys.stderr)
         return 1

@@ -86,6 +86,26 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def vector_jacobian(
+    function: Callable[..., Any], inputs: tuple[Tensor, ...], grads: Any
+) -> tuple[Tensor, ...]:
+    """Gradients of ``function`` at ``inputs`` for the output gradients ``grads``.
+
+    For an op's backward: where a graph of the backward is being made, the results are part of it,
+    so that derivatives of every order exist. ``function`` is differentiable PyTorch.
+    """
+    higher = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, so that one input's history is not mistaken for a path through another.
+        points = tuple(
+            t.view_as(t) if higher and t.requires_grad else t.detach().requires_grad_()
+            for t in inputs
+        )
+        return torch.autograd.grad(
+            function(*points), points, grads, create_graph=higher, materialize_grads=True
+        )
+
+
 def check_gemm(op: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     """Raise :class:`ConfigError` unless x [..., K], weight [N, K], bias [N] fit each other."""
     if weight.dim() != 2:

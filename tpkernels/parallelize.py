@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from tpkernels import envs
 from tpkernels.checkpoint import _GROUP, group_of
 from tpkernels.chunked_tensor import ChunkedTensor
-from tpkernels.comm.agreement import FirstCalls, check_agreement
+from tpkernels.comm.agreement import InputCheck, check_agreement
 from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.errors import ConfigError, UnsupportedModuleError
 from tpkernels.huggingface import restore_save_pretrained, wrap_save_pretrained
-from tpkernels.modules.class_swap import is_changed, restore_class, set_attributes
+from tpkernels.modules.class_swap import is_changed, restore_class
 from tpkernels.modules.parameters import gather_full, gather_gradient
 from tpkernels.ops import choice
 from tpkernels.overlap.plan import plan_gemm_all_reduce
@@ -182,17 +182,18 @@ def _check_weights(model: nn.Module, group: Group) -> None:
 def _check_inputs_at_root(model: nn.Module, group: Group) -> None:
     """One check of the model's inputs in the first calls, in place of one a module."""
     for module in model.modules():
-        if is_changed(module) and hasattr(module, "checks_inputs"):
-            set_attributes(module, checks_inputs=False)
-    calls = FirstCalls()
+        if is_changed(module):
+            check = getattr(module.__dict__.get("_tp", module), "check", None)
+            if isinstance(check, InputCheck):
+                check.enabled = False
+    root_check = InputCheck()
 
-    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if calls.due():
-            inputs = {f"argument {i}": a for i, a in enumerate(args)} | kwargs
-            tensors = {k: v for k, v in inputs.items() if isinstance(v, Tensor)}
-            check_agreement(tensors, group, f"inputs of {type(module).__name__}")
+    def check_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
+        tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        root_check(tensors, group, type(module).__name__)
 
-    model.__dict__[_HOOK] = model.register_forward_pre_hook(check, with_kwargs=True)
+    model.__dict__[_HOOK] = model.register_forward_pre_hook(check_inputs, with_kwargs=True)
 
 
 def unparallelize(model: nn.Module) -> None:

@@ -124,7 +124,7 @@ def test_first_ranks_form_a_group(pool, world_size):
     assert results == expected
 
 
-@pytest.mark.parametrize("ranks", [(0, 2), (1, 3), (3,), (0, 2)], ids=str)
+@pytest.mark.parametrize("ranks", [(0, 2), (1, 3), (3,)], ids=str)
 def test_strided_ranks_form_a_group(pool, ranks):
     results = pool.run(world_ranks, ranks=ranks)
     assert results == [(r, i, len(ranks), list(ranks)) for i, r in enumerate(ranks)]

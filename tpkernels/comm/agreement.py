@@ -97,18 +97,23 @@ def _checksum(value: Tensor) -> int:
     return int((numbers * positions).sum())
 
 
-class FirstCalls:
-    """Counts calls so that the check runs in the first ones (``TPKERNELS_CHECK``)."""
+class InputCheck:
+    """A module's check of its inputs, due in its first calls (``TPKERNELS_CHECK``).
+
+    ``enabled`` is off for a module whose owner, or whose model's root, checks for it.
+    """
 
     def __init__(self) -> None:
+        self.enabled = True
         self._seen = 0
 
-    def due(self) -> bool:
-        """Whether this call should be checked; counts it."""
-        if torch.compiler.is_compiling():
-            return False
+    def __call__(self, values: Mapping[str, Tensor | None], group: Group, what: str) -> None:
+        """Compare ``values`` between the ranks of ``group`` if this call is one to check."""
+        if not self.enabled or group.size == 1 or torch.compiler.is_compiling():
+            return
         mode = envs.check()
         if mode == "first" and self._seen < CHECKED_CALLS:
             self._seen += 1
-            return True
-        return mode == "always"
+        elif mode != "always":
+            return
+        check_agreement(values, group, f"inputs of {what}")

@@ -140,7 +140,9 @@ class GGUFLlama:
         )
         tokenizer.decoder = decoders.ByteLevel()
         types = self._field("tokenizer.ggml.token_type")
-        control = [token for token, type_ in zip(tokens, types, strict=True) if type_ == _CONTROL_TOKEN]
+        control = [
+            token for token, type_ in zip(tokens, types, strict=True) if type_ == _CONTROL_TOKEN
+        ]
         tokenizer.add_special_tokens([AddedToken(token, special=True) for token in control])
         pad = self._field("tokenizer.ggml.padding_token_id")
         tokenizer.enable_padding(direction="left", pad_id=pad, pad_token=tokens[pad])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,16 +18,16 @@ from tpkernels.testing.comparison import max_relative_error
 
 @dataclass(frozen=True)
 class Session:
-    """One rank's view of a run of the demo."""
+    """One rank's view of a run of the demo; `batch` is None for each model's own."""
 
     group: dist.ProcessGroup
     device: torch.device
     dtype: torch.dtype
-    batch: int
+    batch: int | None
     repeat: int
 
     @staticmethod
-    def start(device_type: str, dtype: torch.dtype, batch: int, repeat: int) -> Session:
+    def start(device_type: str, dtype: torch.dtype, batch: int | None, repeat: int) -> Session:
         """Join the other ranks (a plain `python` is a world of one)."""
         mesh = tpkernels.init_mesh(tp=_world_size(), device_type=device_type)
         group = mesh["tp"].get_group()
@@ -75,8 +76,6 @@ class Session:
 
 
 def _world_size() -> int:
-    import os
-
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

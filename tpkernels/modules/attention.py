@@ -10,16 +10,18 @@ Source: arXiv:1909.08053; grouped heads arXiv:2305.13245.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from tpkernels.comm.agreement import FirstCalls, check_agreement
+from tpkernels.comm.agreement import InputCheck
 from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.errors import ConfigError
 from tpkernels.modules.attend import attend, local_mask
 from tpkernels.modules.class_swap import set_attributes, swap_class
+from tpkernels.modules.dropout import probability
 from tpkernels.modules.head_partition import HeadPartition, rows_layout
 from tpkernels.modules.linear import ColumnParallelLinear, JointProjection, RowParallelLinear
 from tpkernels.modules.rotary import apply_rotary, rotary_tables
@@ -31,6 +33,8 @@ class KVCacheLike(Protocol):
     """What ``cache`` must offer; Hugging Face's ``Cache`` classes do."""
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
+
+    def get_seq_length(self, layer_idx: int) -> int: ...
 
 
 class KVCache:
@@ -50,6 +54,34 @@ class KVCache:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions held for ``layer_idx``."""
         return self._held[layer_idx][0].shape[2] if layer_idx in self._held else 0
+
+
+@dataclass
+class AttentionSplit:
+    """How a :class:`TPAttention` is split; one attribute, so that no name of the user's is taken.
+
+    ``dropout`` (on the attention weights) and ``outer_dropout`` (on the output): a probability,
+    or the name of the ``nn.Dropout`` or number that has it. ``mask_*``: how the forward of a
+    replaced module took its mask.
+    """
+
+    group: Group
+    heads: HeadPartition
+    q: str = "q_proj"
+    k: str = "k_proj"
+    v: str = "v_proj"
+    qkv: str | None = None
+    out: str = "o_proj"
+    causal: bool = False
+    dropout: float | str = 0.0
+    outer_dropout: float | str = 0.0
+    scale: float | None = None
+    rope_theta: float | None = None
+    layer_idx: int = 0
+    mask_argument: str | None = None  # its name there
+    mask_kind: str | None = None  # sdpa, additive or nonzero_keep
+    mask_replaces_causal: bool = False  # causal only when no mask is given
+    check: InputCheck = field(default_factory=InputCheck)
 
 
 class TPAttention(nn.Module):
@@ -75,14 +107,7 @@ class TPAttention(nn.Module):
             would work.
     """
 
-    group: Group
-    checks_inputs: bool = True
-    outer_dropout: float | str = 0.0
-    mask_argument: str | None = None  # the original forward's name for its mask
-    mask_kind: str | None = None  # how the original read it: sdpa, additive, nonzero_keep
-    mask_replaces_causal: bool = False  # causal only when no mask is given
-    _names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    _qkv_name: str | None = None
+    _tp: AttentionSplit
 
     def __init__(
         self,
@@ -114,24 +139,29 @@ class TPAttention(nn.Module):
             head_dim = hidden_size // num_heads
         if not 0.0 <= dropout < 1.0:
             raise ConfigError(f"dropout={dropout!r} must be at least 0 and less than 1")
-        self.group = resolve_group(group)
+        group = resolve_group(group)
         partition = HeadPartition.of(
-            num_heads, num_kv_heads or num_heads, head_dim, self.group.size, "TPAttention"
+            num_heads, num_kv_heads or num_heads, head_dim, group.size, "TPAttention"
         )
-        self.heads = partition
-        self.causal, self.dropout, self.scale, self.rope_theta = causal, dropout, scale, rope_theta
-        self.layer_idx = layer_idx
+        self._tp = AttentionSplit(
+            group,
+            partition,
+            qkv="qkv_proj" if fused_qkv else None,
+            causal=causal,
+            dropout=dropout,
+            scale=scale,
+            rope_theta=rope_theta,
+            layer_idx=layer_idx,
+        )
         q_rows, kv_rows = num_heads * head_dim, partition.num_kv_heads * head_dim
         make = {"device": device, "dtype": dtype}
         if fused_qkv:
             self.qkv_proj = nn.Linear(hidden_size, q_rows + 2 * kv_rows, bias, **make)
-            self._qkv_name = "qkv_proj"
         else:
             self.q_proj = nn.Linear(hidden_size, q_rows, bias, **make)
             self.k_proj = nn.Linear(hidden_size, kv_rows, bias, **make)
             self.v_proj = nn.Linear(hidden_size, kv_rows, bias, **make)
         self.o_proj = nn.Linear(q_rows, hidden_size, bias if out_bias is None else out_bias, **make)
-        self._first_calls = FirstCalls()
         self._split_leaves(reduce_dtype, "TPAttention")
 
     @classmethod
@@ -168,24 +198,23 @@ class TPAttention(nn.Module):
         """
         group = resolve_group(group)
         heads = HeadPartition.of(num_heads, num_kv_heads or num_heads, head_dim, group.size, name)
-        swap_class(
-            module,
-            cls,
-            group=group,
-            heads=heads,
+        split = AttentionSplit(
+            group,
+            heads,
+            q,
+            k,
+            v,
+            qkv,
+            out,
             causal=causal,
             dropout=dropout,
             outer_dropout=outer_dropout,
             scale=scale,
-            rope_theta=None,
-            layer_idx=0,
             mask_argument=mask_argument,
             mask_kind=mask_kind,
             mask_replaces_causal=mask_replaces_causal,
-            _names=(q, k, v, out),
-            _qkv_name=qkv,
-            _first_calls=FirstCalls(),
         )
+        swap_class(module, cls, _tp=split)
         module._split_leaves(reduce_dtype, name)  # type: ignore[operator]
 
     @classmethod
@@ -193,38 +222,33 @@ class TPAttention(nn.Module):
         """A ``ParallelStyle``; options as for ``shard_``."""
         return SwapStyle(cls, cls.shard_, options)
 
-    def _split_leaves(self, reduce_dtype: torch.dtype | None, name: str) -> None:
-        q, k, v, out = self._names
-        if self._qkv_name is not None:
-            split_qkv_(self.get_submodule(self._qkv_name), self.heads, self.group, name)
-        else:
-            split_projections_(
-                [self.get_submodule(n) for n in (q, k, v)], self.heads, self.group, name
-            )
-        split_output_(self.get_submodule(out), self.heads, self.group, name, reduce_dtype)
+    @property
+    def group(self) -> Group:
+        """The ranks this module is split over."""
+        return self._tp.group
 
-    def _number(self, value: float | str) -> float:
-        if isinstance(value, str):
-            found = self
-            for part in value.split("."):
-                found = getattr(found, part)
-            value = found.p if isinstance(found, nn.Dropout) else found  # type: ignore[assignment]
-        return float(value)  # type: ignore[arg-type]
+    def _split_leaves(self, reduce_dtype: torch.dtype | None, name: str) -> None:
+        tp = self._tp
+        if tp.qkv is not None:
+            split_qkv_(self.get_submodule(tp.qkv), tp.heads, tp.group, name)
+        else:
+            leaves = [self.get_submodule(leaf) for leaf in (tp.q, tp.k, tp.v)]
+            split_projections_(leaves, tp.heads, tp.group, name)
+        split_output_(self.get_submodule(tp.out), tp.heads, tp.group, name, reduce_dtype)
 
     def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H_r, S, D] of x; k and v [B, G_r, T, D] of the context (x itself without one)."""
-        rank, dim = self.group.rank, self.heads.head_dim
-        if self._qkv_name is not None:
+        tp, dim = self._tp, self._tp.heads.head_dim
+        if tp.qkv is not None:
             if context is not None:
                 raise ConfigError(
                     "TPAttention: cross-attention needs separate projections. Fix: fused_qkv=False"
                 )
-            widths = [self.heads.local_heads(rank) * dim] + [
-                self.heads.local_kv_heads(rank) * dim
-            ] * 2
-            q, k, v = self.get_submodule(self._qkv_name)(x).split(widths, dim=-1)
+            q_width = tp.heads.local_heads(tp.group.rank) * dim
+            kv_width = tp.heads.local_kv_heads(tp.group.rank) * dim
+            q, k, v = self.get_submodule(tp.qkv)(x).split([q_width, kv_width, kv_width], dim=-1)
         else:
-            leaves = [self.get_submodule(name) for name in self._names[:3]]
+            leaves = [self.get_submodule(name) for name in (tp.q, tp.k, tp.v)]
             joint: JointProjection = leaves[1].joint  # type: ignore[assignment]
             with joint.region():
                 q = leaves[0](x)
@@ -254,57 +278,52 @@ class TPAttention(nn.Module):
             position_ids: [B, S] for rotary (default: counted on from the cache).
             cache: object with ``update(key, value, layer_idx)``; holds this rank's heads.
         """
-        if self.mask_argument is not None and self.mask_argument in named:
-            attention_mask = named.pop(self.mask_argument)
+        tp = self._tp
+        if tp.mask_argument is not None and tp.mask_argument in named:
+            attention_mask = named.pop(tp.mask_argument)
         if named:
             raise ConfigError(f"TPAttention.forward does not take {', '.join(named)}")
         if x.dim() != 3:
             raise ConfigError(f"x must be [B, S, hidden], got {tuple(x.shape)}")
-        if self.checks_inputs and self._first_calls.due():
-            inputs = {"x": x, "attention_mask": attention_mask, "context": context}
-            check_agreement(inputs, self.group, f"TPAttention {self.extra_repr()}")
+        inputs = {"x": x, "attention_mask": attention_mask, "context": context}
+        tp.check(inputs, tp.group, "TPAttention")
         q, k, v = self._project(x, context)
-        if self.rope_theta is not None:
+        if tp.rope_theta is not None:
             if position_ids is None:
                 past = 0
                 if cache is not None:
-                    past = cache.get_seq_length(self.layer_idx)  # type: ignore[attr-defined]
+                    past = cache.get_seq_length(tp.layer_idx)
                 position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]
-            cos, sin = rotary_tables(position_ids, self.heads.head_dim, self.rope_theta, q.dtype)
+            cos, sin = rotary_tables(position_ids, tp.heads.head_dim, tp.rope_theta, q.dtype)
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
-        causal = self.causal and context is None
+            k, v = cache.update(k, v, tp.layer_idx)
+        causal = tp.causal and context is None
         if attention_mask is not None:
-            causal = causal and not self.mask_replaces_causal
-            if self.mask_kind == "nonzero_keep":
+            causal = causal and not tp.mask_replaces_causal
+            if tp.mask_kind == "nonzero_keep":
                 attention_mask = attention_mask != 0
-            elif self.mask_kind == "additive":
+            elif tp.mask_kind == "additive":
                 attention_mask = attention_mask.to(q.dtype)
-        mask = local_mask(
-            attention_mask,
-            key_padding_mask,
-            self.heads.q[self.group.rank],
-            self.heads.num_heads,
-            q.dtype,
-        )
+        own_heads = tp.heads.q[tp.group.rank]
+        mask = local_mask(attention_mask, key_padding_mask, own_heads, tp.heads.num_heads, q.dtype)
         y = attend(
             q,
             k,
             v,
-            self.group,
+            tp.group,
             mask=mask,
             causal=causal,
-            dropout=self._number(self.dropout) if self.training else 0.0,
-            scale=None if self.scale is None else float(self.scale),
+            dropout=probability(self, tp.dropout),
+            scale=tp.scale,
         )
-        y = self.get_submodule(self._names[3])(y.transpose(1, 2).flatten(2))
-        outer = self._number(self.outer_dropout) if self.training else 0.0
-        return nn.functional.dropout(y, outer, True) if outer else y
+        y = self.get_submodule(tp.out)(y.transpose(1, 2).flatten(2))
+        return nn.functional.dropout(y, probability(self, tp.outer_dropout), self.training)
 
     def extra_repr(self) -> str:
-        causal = ", causal" if self.causal else ""
-        return f"{self.heads.describe()}{causal}, rank {self.group.rank} of {self.group.size}"
+        tp = self._tp
+        causal = ", causal" if tp.causal else ""
+        return f"{tp.heads.describe()}{causal}, rank {tp.group.rank} of {tp.group.size}"
 
 
 def split_projections_(
@@ -315,18 +334,19 @@ def split_projections_(
     ``joint``: how many of the last leaves read one input (3: self-attention; 2: K and V only).
     """
     rows = [heads.q_rows(), heads.kv_rows(), heads.kv_rows()]
+    leaf: Any
     for leaf, leaf_rows in zip(leaves, rows, strict=True):
         ColumnParallelLinear.shard_(leaf, group, name=name, layout=rows_layout(leaf_rows))
-        set_attributes(leaf, checks_inputs=False)  # the attention's own input check covers them
+        leaf.check.enabled = False  # the attention's own input check covers them
     shared = JointProjection(leaves[3 - joint :])  # type: ignore[arg-type]
     for leaf in leaves[3 - joint :]:
         set_attributes(leaf, joint=shared)
 
 
-def split_qkv_(leaf: nn.Module, heads: HeadPartition, group: Group, name: str) -> None:
+def split_qkv_(leaf: Any, heads: HeadPartition, group: Group, name: str) -> None:
     """Split a fused [Q | K | V] projection by heads, in place: each block by itself."""
     ColumnParallelLinear.shard_(leaf, group, name=name, layout=qkv_layout(heads))
-    set_attributes(leaf, checks_inputs=False)
+    leaf.check.enabled = False
 
 
 def qkv_layout(heads: HeadPartition) -> Any:

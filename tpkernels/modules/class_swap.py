@@ -37,7 +37,8 @@ def swap_class(module: nn.Module, parallel: type, **attributes: Any) -> None:
     """Make ``module`` a ``parallel`` in place and set ``attributes`` on it, reversibly."""
     if is_swapped(module):
         raise ConfigError(
-            f"{type(module).__name__} is already tensor-parallel. Fix: tpkernels.unparallelize first"
+            f"{type(module).__name__} is already tensor-parallel. "
+            "Fix: tpkernels.unparallelize first"
         )
     module.__dict__.setdefault(_RECORD, _Swap(type(module)))
     module.__class__ = _joined(parallel, type(module))  # type: ignore[arg-type]

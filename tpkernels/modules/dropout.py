@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.comm.rng import rank_stream
 from tpkernels.modules.class_swap import swap_class
+
+
+def probability(module: nn.Module, dropout: float | str | None) -> float:
+    """The dropout probability in force: a number, or ``p`` of what the dotted name leads to.
+
+    0 outside training. The name may lead to an ``nn.Dropout`` or to a number.
+    """
+    if not module.training or dropout is None:
+        return 0.0
+    value: Any = dropout
+    if isinstance(dropout, str):
+        value = module
+        for part in dropout.split("."):
+            value = getattr(value, part)
+    return float(value.p if isinstance(value, nn.Dropout) else value)
 
 
 def sharded_dropout(x: Tensor, p: float, training: bool, group: Group) -> Tensor:

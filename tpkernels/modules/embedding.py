@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpkernels.comm.agreement import FirstCalls, check_agreement
+from tpkernels.comm.agreement import InputCheck
 from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.comm.regions import reduce_from_tensor_model_parallel_region as reduce_from_region
 from tpkernels.errors import UnsupportedModuleError
@@ -43,7 +43,7 @@ class VocabParallelEmbedding(nn.Module):
     num_embeddings: int
     embedding_dim: int
     padding_idx: int | None
-    checks_inputs: bool = True
+    check: InputCheck
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class VocabParallelEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = dense.padding_idx
         self.weight = dense.weight
-        self._first_calls = FirstCalls()
+        self.check = InputCheck()
         self._split_parameters()
 
     @classmethod
@@ -77,7 +77,7 @@ class VocabParallelEmbedding(nn.Module):
                     f"{name}: nn.Embedding with {option}={getattr(module, option)!r} cannot be "
                     "split over the vocabulary. Fix: leave it out of the plan or unset the option"
                 )
-        swap_class(module, cls, group=resolve_group(group), _first_calls=FirstCalls())
+        swap_class(module, cls, group=resolve_group(group), check=InputCheck())
         module._split_parameters()  # type: ignore[operator]
 
     @classmethod
@@ -91,8 +91,7 @@ class VocabParallelEmbedding(nn.Module):
         shard_parameter_(self, "weight", spec, self.group)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Embedding's name)
-        if self.checks_inputs and self._first_calls.due():
-            check_agreement({"ids": input}, self.group, "VocabParallelEmbedding")
+        self.check({"ids": input}, self.group, "VocabParallelEmbedding")
         weight = local_tensor(self.weight)
         if self.group.size == 1:
             return F.embedding(input, weight, self.padding_idx)

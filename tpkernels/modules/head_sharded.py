@@ -6,17 +6,36 @@ rank's heads, with its caches, masks and attention implementations.
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from tpkernels.comm.agreement import InputCheck
 from tpkernels.comm.group import Group
 from tpkernels.comm.rng import rank_stream
 from tpkernels.modules.class_swap import set_attributes, swap_class
+from tpkernels.modules.dropout import probability
 from tpkernels.modules.head_partition import HeadPartition
 from tpkernels.modules.linear import ColumnParallelLinear, JointProjection
 
 WIDTHS = ("q_heads", "kv_heads", "q_width", "kv_width", "kv_groups")
+
+
+@dataclass
+class HeadSplit:
+    """How a :class:`HeadShardedAttention` is split; one attribute, so that no name is taken.
+
+    ``joint``: the projections that read one input; ``dropout`` of the attention weights: a
+    probability, or the name of the ``nn.Dropout`` or number that has it.
+    """
+
+    group: Group
+    heads: HeadPartition
+    dropout: float | str | None
+    joint: JointProjection | None
+    check: InputCheck = field(default_factory=InputCheck)
 
 
 class HeadShardedAttention(nn.Module):
@@ -26,32 +45,15 @@ class HeadShardedAttention(nn.Module):
     is replicated again.
     """
 
-    group: Group
-    heads: HeadPartition
-    head_dropout: float | str | None
-    joint_projection: JointProjection | None
+    _tp: HeadSplit
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.joint_projection is None:
-            return self._run(args, kwargs)
-        with self.joint_projection.region():
-            return self._run(args, kwargs)
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.training or self._dropout_probability() == 0.0:
-            return super().forward(*args, **kwargs)
-        device = next(self.parameters()).device
-        with rank_stream(self.group, device):
-            return super().forward(*args, **kwargs)
-
-    def _dropout_probability(self) -> float:
-        value = self.head_dropout
-        if isinstance(value, str):
-            found: Any = self
-            for part in value.split("."):
-                found = getattr(found, part)
-            value = found.p if isinstance(found, nn.Dropout) else found
-        return float(value or 0.0)
+        joint = self._tp.joint
+        with contextlib.nullcontext() if joint is None else joint.region():
+            if probability(self, self._tp.dropout) == 0.0:
+                return super().forward(*args, **kwargs)
+            with rank_stream(self._tp.group, next(self.parameters()).device):
+                return super().forward(*args, **kwargs)
 
 
 def shard_heads_(
@@ -78,12 +80,5 @@ def shard_heads_(
     joint = JointProjection(projections) if len(projections) > 1 else None
     for leaf in projections if joint is not None else ():
         set_attributes(leaf, joint=joint)
-    swap_class(
-        module,
-        HeadShardedAttention,
-        group=group,
-        heads=heads,
-        head_dropout=dropout,
-        joint_projection=joint,
-    )
+    swap_class(module, HeadShardedAttention, _tp=HeadSplit(group, heads, dropout, joint))
     set_attributes(module, **{name: local[meaning] for name, meaning in widths.items()})

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpkernels.comm.agreement import FirstCalls, check_agreement
+from tpkernels.comm.agreement import InputCheck
 from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.comm.regions import gather_from_tensor_model_parallel_region as gather_from_region
 from tpkernels.comm.regions import scatter_to_tensor_model_parallel_region as scatter_to_region
@@ -84,7 +84,7 @@ class _ParallelLinear(nn.Module):
     in_features: int
     out_features: int
     transposed: bool = False
-    checks_inputs: bool = True
+    check: InputCheck
     _split: str
 
     def _init_parallel(
@@ -103,7 +103,7 @@ class _ParallelLinear(nn.Module):
         self.group = resolve_group(group)
         self.in_features, self.out_features = in_features, out_features
         self.weight, self.bias = dense.weight, dense.bias
-        self._first_calls = FirstCalls()
+        self.check = InputCheck()
 
     @property
     def _out_dim(self) -> int:
@@ -125,8 +125,7 @@ class _ParallelLinear(nn.Module):
     def _check_input(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):
             raise ConfigError(f"{type(self).__name__}: input must be a Tensor, got {type(x)}")
-        if self.checks_inputs and self._first_calls.due():
-            check_agreement({"input": x}, self.group, f"{type(self).__name__} {self.extra_repr()}")
+        self.check({"input": x}, self.group, f"{type(self).__name__} {self.extra_repr()}")
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -220,7 +219,7 @@ class ColumnParallelLinear(_ParallelLinear):
             gather_output=gather_output,
             activation=activation,
             joint=None,
-            _first_calls=FirstCalls(),
+            check=InputCheck(),
         )
         module._split_parameters(layout)  # type: ignore[operator]
 
@@ -321,7 +320,7 @@ class RowParallelLinear(_ParallelLinear):
             out_features=out_features,
             input_is_parallel=input_is_parallel,
             reduce_dtype=reduce_dtype,
-            _first_calls=FirstCalls(),
+            check=InputCheck(),
         )
         module._split_parameters(layout)  # type: ignore[operator]
 

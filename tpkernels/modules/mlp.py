@@ -10,22 +10,44 @@ Source: arXiv:1909.08053; gated forms arXiv:2002.05202.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tpkernels.comm.agreement import FirstCalls, check_agreement
+from tpkernels.comm.agreement import InputCheck
 from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.errors import ConfigError
 from tpkernels.modules.class_swap import swap_class
-from tpkernels.modules.dropout import sharded_dropout
+from tpkernels.modules.dropout import probability, sharded_dropout
 from tpkernels.modules.linear import ColumnParallelLinear, RowParallelLinear
 from tpkernels.modules.style import SwapStyle
 from tpkernels.overlap import column_gemm_act, gemm_all_reduce, mlp
 from tpkernels.reference.activation import activation as apply_activation
 from tpkernels.reference.activation import check_activation
 from tpkernels.shard_spec import Chunk, chunk_sizes, layout_from_blocks
+
+
+@dataclass
+class MLPSplit:
+    """How a :class:`TPMLP` is split; one attribute, so that no name of the user's is taken.
+
+    ``dropout`` (on the split intermediate) and ``outer_dropout`` (on the replicated output): a
+    probability, or the name of the ``nn.Dropout`` that has it.
+    """
+
+    group: Group
+    activation: str
+    up: str
+    gate: str | None
+    down: str
+    fused: bool = False  # ``up`` computes gate and up, stacked
+    gate_first: bool = True  # of a fused projection: which half is activated
+    dropout: float | str = 0.0
+    outer_dropout: float | str = 0.0
+    reduce_dtype: torch.dtype | None = None
+    check: InputCheck = field(default_factory=InputCheck)
 
 
 class TPMLP(nn.Module):
@@ -48,15 +70,7 @@ class TPMLP(nn.Module):
     same on all ranks -> [..., K], the same on all ranks. Forward: one all-reduce; backward: one.
     """
 
-    group: Group
-    activation: str
-    dropout: float | str = 0.0  # a probability, or the name of the nn.Dropout inside
-    outer_dropout: float | str = 0.0  # after the down projection, on the replicated output
-    gate_first: bool = True  # of a fused projection: which half is activated
-    reduce_dtype: torch.dtype | None = None
-    checks_inputs: bool = True
-    _names: tuple[str, str | None, str] = ("up_proj", "gate_proj", "down_proj")
-    _fused: bool = False  # up_proj holds gate and up stacked
+    _tp: MLPSplit
 
     def __init__(
         self,
@@ -76,15 +90,21 @@ class TPMLP(nn.Module):
         check_activation(activation)
         if not 0.0 <= dropout < 1.0:
             raise ConfigError(f"dropout={dropout!r} must be at least 0 and less than 1")
-        self.group = resolve_group(group)
-        self.activation, self.dropout, self.reduce_dtype = activation, dropout, reduce_dtype
-        options = {"group": self.group, "device": device, "dtype": dtype}
+        group = resolve_group(group)
+        options = {"group": group, "device": device, "dtype": dtype}
         if gated:
             self.gate_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, **options)
         self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, **options)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, **options)
-        self._names = ("up_proj", "gate_proj" if gated else None, "down_proj")
-        self._first_calls = FirstCalls()
+        self._tp = MLPSplit(
+            group,
+            activation,
+            "up_proj",
+            "gate_proj" if gated else None,
+            "down_proj",
+            dropout=dropout,
+            reduce_dtype=reduce_dtype,
+        )
 
     @classmethod
     def shard_(
@@ -115,19 +135,19 @@ class TPMLP(nn.Module):
         if fused:
             _, out_features = _features(module.get_submodule(up))
             layout = fused_layout(out_features, group, f"{name}.{up}")
-        swap_class(
-            module,
-            cls,
-            group=group,
-            activation=activation,
-            dropout=dropout,
-            outer_dropout=outer_dropout,
-            gate_first=gate_first,
-            reduce_dtype=reduce_dtype,
-            _names=(up, gate, down),
-            _fused=fused,
-            _first_calls=FirstCalls(),
+        split = MLPSplit(
+            group,
+            activation,
+            up,
+            gate,
+            down,
+            fused,
+            gate_first,
+            dropout,
+            outer_dropout,
+            reduce_dtype,
         )
+        swap_class(module, cls, _tp=split)
         for leaf in (up, gate):
             if leaf is not None:
                 ColumnParallelLinear.shard_(
@@ -143,33 +163,33 @@ class TPMLP(nn.Module):
         """A ``ParallelStyle``; options as for ``shard_``."""
         return SwapStyle(cls, cls.shard_, options)
 
-    def _leaf(self, index: int) -> Any:
-        name = self._names[index]
-        return None if name is None else self.get_submodule(name)
-
-    def _probability(self, dropout: float | str) -> float:
-        return float(self.get_submodule(dropout).p if isinstance(dropout, str) else dropout)  # type: ignore[arg-type]
+    @property
+    def group(self) -> Group:
+        """The ranks this module is split over."""
+        return self._tp.group
 
     def _projections(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """(w_up, b_up, w_gate, b_gate) of this rank."""
-        up, gate = self._leaf(0), self._leaf(1)
+        tp = self._tp
+        up: Any = self.get_submodule(tp.up)
         weight, bias = up.local_weight(), up.local_bias()
-        if not self._fused:
-            if gate is None:
+        if not tp.fused:
+            if tp.gate is None:
                 return weight, bias, None, None
+            gate: Any = self.get_submodule(tp.gate)
             return weight, bias, gate.local_weight(), gate.local_bias()
         halves = weight.chunk(2) if weight.shape[0] else (weight, weight)
         biases = (None, None) if bias is None else bias.chunk(2) if bias.shape[0] else (bias, bias)
-        first, second = (0, 1) if self.gate_first else (1, 0)
+        first, second = (0, 1) if tp.gate_first else (1, 0)
         return halves[second], biases[second], halves[first], biases[first]
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        if self.checks_inputs and self._first_calls.due():
-            check_agreement({"input": x}, self.group, f"TPMLP {self.extra_repr()}")
+        tp = self._tp
+        tp.check({"input": x}, tp.group, "TPMLP")
         w_up, b_up, w_gate, b_gate = self._projections()
-        down = self._leaf(2)
+        down: Any = self.get_submodule(tp.down)
         w_down, b_down = down.local_weight(), down.local_bias()
-        p = self._probability(self.dropout) if self.training else 0.0
+        p = probability(self, tp.dropout)
         if p == 0.0:
             y = mlp(
                 x,
@@ -177,18 +197,17 @@ class TPMLP(nn.Module):
                 b_up,
                 w_down,
                 b_down,
-                act=self.activation,
-                group_name=self.group.name,
+                act=tp.activation,
+                group_name=tp.group.name,
                 w_gate=w_gate,
                 b_gate=b_gate,
-                reduce_dtype=self.reduce_dtype,
+                reduce_dtype=tp.reduce_dtype,
             )
         else:
             h = self._intermediate(x, w_up, b_up, w_gate, b_gate)
-            h = sharded_dropout(h, p, True, self.group)
-            y = gemm_all_reduce(h, w_down, b_down, self.group.name, reduce_dtype=self.reduce_dtype)
-        outer = self._probability(self.outer_dropout) if self.training else 0.0
-        return nn.functional.dropout(y, outer, True) if outer else y
+            h = sharded_dropout(h, p, True, tp.group)
+            y = gemm_all_reduce(h, w_down, b_down, tp.group.name, reduce_dtype=tp.reduce_dtype)
+        return nn.functional.dropout(y, probability(self, tp.outer_dropout), self.training)
 
     def _intermediate(
         self,
@@ -198,18 +217,16 @@ class TPMLP(nn.Module):
         w_gate: Tensor | None,
         b_gate: Tensor | None,
     ) -> Tensor:
-        name = self.group.name
+        name, act = self._tp.group.name, self._tp.activation
         if w_gate is None:
-            return column_gemm_act(x, [w_up], [b_up], self.activation, name)[0]
+            return column_gemm_act(x, [w_up], [b_up], act, name)[0]
         gate, up = column_gemm_act(x, [w_gate, w_up], [b_gate, b_up], "none", name)
-        return apply_activation(gate, self.activation) * up
+        return apply_activation(gate, act) * up
 
     def extra_repr(self) -> str:
-        gated = self._fused or self._names[1] is not None
-        return (
-            f"activation={self.activation}, gated={gated}, rank {self.group.rank} of "
-            f"{self.group.size}"
-        )
+        tp = self._tp
+        gated = tp.fused or tp.gate is not None
+        return f"activation={tp.activation}, gated={gated}, rank {tp.group.rank} of {tp.group.size}"
 
 
 def fused_layout(out_features: int, group: Group, name: str) -> tuple[tuple[Chunk, ...], ...]:

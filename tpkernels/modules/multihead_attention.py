@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpkernels.comm.agreement import FirstCalls, check_agreement
-from tpkernels.comm.group import Group, GroupLike, resolve_group
+from tpkernels.comm.group import GroupLike, resolve_group
 from tpkernels.comm.regions import gather_from_tensor_model_parallel_region as gather_from_region
 from tpkernels.errors import ConfigError, UnsupportedModuleError
 from tpkernels.modules.attend import attend, local_mask
 from tpkernels.modules.attention import qkv_layout, split_output_
 from tpkernels.modules.class_swap import swap_class
-from tpkernels.modules.dropout import sharded_dropout
+from tpkernels.modules.dropout import probability, sharded_dropout
 from tpkernels.modules.head_partition import HeadPartition
+from tpkernels.modules.head_sharded import HeadSplit
 from tpkernels.modules.parameters import layout_spec, local_tensor, shard_parameter_
 from tpkernels.modules.style import SwapStyle
 from tpkernels.overlap import column_gemm_act
@@ -30,15 +30,13 @@ class TPMultiheadAttention(nn.Module):
     and its results are ``nn.MultiheadAttention``'s, returned weights included.
     """
 
-    group: Group
-    heads: HeadPartition
+    _tp: HeadSplit
     in_proj_weight: Tensor
     in_proj_bias: Tensor | None
     out_proj: nn.Module
     dropout: float
     batch_first: bool
-    checks_inputs: bool = True
-    _first_calls: FirstCalls
+    training: bool
 
     @classmethod
     def shard_(cls, module: nn.Module, group: GroupLike, *, name: str = "self_attn") -> None:
@@ -58,7 +56,7 @@ class TPMultiheadAttention(nn.Module):
         heads = HeadPartition.of(
             module.num_heads, module.num_heads, module.head_dim, group.size, name
         )
-        swap_class(module, cls, group=group, heads=heads, _first_calls=FirstCalls())
+        swap_class(module, cls, _tp=HeadSplit(group, heads, "dropout", None))
         split_output_(module.out_proj, heads, group, f"{name}.out_proj")
         for leaf in ("in_proj_weight", "in_proj_bias"):
             dense = module._parameters.get(leaf)
@@ -85,10 +83,8 @@ class TPMultiheadAttention(nn.Module):
         """As ``nn.MultiheadAttention.forward``; all arguments the same on all ranks."""
         if is_causal and attn_mask is None:
             raise ConfigError("is_causal=True needs attn_mask, as in nn.MultiheadAttention")
-        if self.checks_inputs and self._first_calls.due():
-            check_agreement(
-                {"query": query, "key": key, "value": value}, self.group, "nn.MultiheadAttention"
-            )
+        inputs = {"query": query, "key": key, "value": value}
+        self._tp.check(inputs, self._tp.group, "nn.MultiheadAttention")
         batched, shared = query.dim() == 3, (query is key, key is value)
         q_in, k_in, v_in = (self._batch_first(t, batched) for t in (query, key, value))
         if shared == (True, True):
@@ -96,15 +92,15 @@ class TPMultiheadAttention(nn.Module):
         elif shared[1]:
             v_in = k_in
         q, k, v = (
-            t.unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)
+            t.unflatten(-1, (-1, self._tp.heads.head_dim)).transpose(1, 2)
             for t in self._project(q_in, k_in, v_in)
         )
         mask = self._mask(attn_mask, key_padding_mask, q, batched)
-        p = self.dropout if self.training else 0.0
+        p = probability(self, self._tp.dropout)
         if need_weights:
             y, weights = self._with_weights(q, k, v, mask, p, average_attn_weights)
         else:
-            y, weights = attend(q, k, v, self.group, mask=mask, dropout=p), None
+            y, weights = attend(q, k, v, self._tp.group, mask=mask, dropout=p), None
         y = self.out_proj(y.transpose(1, 2).flatten(2))
         if not batched:
             return y[0], None if weights is None else weights[0]
@@ -124,7 +120,7 @@ class TPMultiheadAttention(nn.Module):
         else:
             bias = local_tensor(self.in_proj_bias)
             biases = list(bias.split(rows)) if rows else [bias] * 3
-        name = self.group.name
+        name = self._tp.group.name
         if q_in is k_in and k_in is v_in:
             return column_gemm_act(q_in, weights, biases, "none", name)
         q = column_gemm_act(q_in, weights[:1], biases[:1], "none", name)
@@ -141,7 +137,7 @@ class TPMultiheadAttention(nn.Module):
             if attn_mask.dtype is torch.bool:
                 attn_mask = ~attn_mask
             if attn_mask.dim() == 3:  # [B * H, L, S]
-                attn_mask = attn_mask.unflatten(0, (-1, self.heads.num_heads))
+                attn_mask = attn_mask.unflatten(0, (-1, self._tp.heads.num_heads))
         real = None
         if padding is not None:
             padding = padding if batched else padding[None]
@@ -155,21 +151,21 @@ class TPMultiheadAttention(nn.Module):
                     attn_mask = attn_mask + add
             else:
                 real = ~padding.to(torch.bool)
-        first_and_count = self.heads.q[self.group.rank]
-        return local_mask(attn_mask, real, first_and_count, self.heads.num_heads, q.dtype)
+        first_and_count = self._tp.heads.q[self._tp.group.rank]
+        return local_mask(attn_mask, real, first_and_count, self._tp.heads.num_heads, q.dtype)
 
     def _with_weights(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, average: bool
     ) -> tuple[Tensor, Tensor]:
         """(output of this rank's heads, weights of all heads or their average [B, (H,) L, S])."""
-        scores = q @ k.transpose(-2, -1) * self.heads.head_dim**-0.5
+        scores = q @ k.transpose(-2, -1) * self._tp.heads.head_dim**-0.5
         if mask is not None:
             scores = (
                 scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
             )
         weights = torch.softmax(scores, dim=-1)
         if p > 0.0:
-            weights = sharded_dropout(weights, p, True, self.group)
-        counts = [count for _, count in self.heads.q]
-        every = gather_from_region(weights, self.group.name, 1, counts)
+            weights = sharded_dropout(weights, p, True, self._tp.group)
+        counts = [count for _, count in self._tp.heads.q]
+        every = gather_from_region(weights, self._tp.group.name, 1, counts)
         return weights @ v, every.mean(1) if average else every

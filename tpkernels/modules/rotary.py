@@ -1,4 +1,4 @@
-"""Rotary position embedding, in the half-split convention of Llama and GPT-NeoX (arXiv:2104.09864)."""
+"""Rotary position embedding (arXiv:2104.09864), half-split as in Llama and GPT-NeoX."""
 
 from __future__ import annotations
 

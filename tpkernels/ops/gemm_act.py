@@ -12,7 +12,15 @@ from torch import Tensor
 from tpkernels import reference
 from tpkernels.errors import ConfigError
 from tpkernels.ops import choice
-from tpkernels.library import check_dtypes, check_gemm, check_same_shape, define, needs_grad, rows
+from tpkernels.library import (
+    check_dtypes,
+    check_gemm,
+    check_same_shape,
+    define,
+    needs_grad,
+    rows,
+    vector_jacobian,
+)
 from tpkernels.reference.activation import check_activation
 
 
@@ -144,11 +152,9 @@ def _act_grad_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _act_grad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    dy, pre = ctx.saved_tensors
-    with torch.enable_grad():
-        dy, pre = dy.detach().requires_grad_(), pre.detach().requires_grad_()
-        out = reference.activation_grad(dy, pre, ctx.act)
-        d_dy, d_pre = torch.autograd.grad(out, (dy, pre), grad, materialize_grads=True)
+    d_dy, d_pre = vector_jacobian(
+        lambda dy, pre: reference.activation_grad(dy, pre, ctx.act), ctx.saved_tensors, grad
+    )
     return d_dy, d_pre, None
 
 

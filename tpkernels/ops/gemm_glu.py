@@ -13,7 +13,14 @@ from tpkernels import reference
 from tpkernels.errors import ConfigError
 from tpkernels.ops import choice
 from tpkernels.ops.gemm_act import gemm_grads
-from tpkernels.library import check_dtypes, check_gemm, check_same_shape, define, needs_grad
+from tpkernels.library import (
+    check_dtypes,
+    check_gemm,
+    check_same_shape,
+    define,
+    needs_grad,
+    vector_jacobian,
+)
 from tpkernels.reference.activation import check_activation
 
 _SIGNATURE = "(Tensor x, Tensor w_gate, Tensor w_up, Tensor? b_gate, Tensor? b_up, str act) -> "
@@ -174,10 +181,11 @@ def _glu_grad_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 
 def _glu_grad_backward(ctx: Any, grad_gate: Tensor, grad_up: Tensor) -> tuple[Any, ...]:
-    with torch.enable_grad():
-        dy, gate, up = inputs = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-        outputs = reference.glu_grad(dy, gate, up, ctx.act)
-        grads = torch.autograd.grad(outputs, inputs, (grad_gate, grad_up), materialize_grads=True)
+    grads = vector_jacobian(
+        lambda dy, gate, up: reference.glu_grad(dy, gate, up, ctx.act),
+        ctx.saved_tensors,
+        (grad_gate, grad_up),
+    )
     return (*grads, None)
 
 

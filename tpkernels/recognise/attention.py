@@ -10,6 +10,7 @@ config also states must agree.
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import math
 from collections.abc import Iterator
@@ -70,7 +71,7 @@ def uses_attention_interface(module: nn.Module) -> bool:
 
 def forward_reads(module: nn.Module, attribute: str) -> bool:
     """Whether a method of ``module`` (but not ``__init__``) reads ``self.<attribute>``."""
-    return any(("self", attribute) == pair for pair in _attribute_reads(module))
+    return ("self", attribute) in _attribute_reads(type(module))
 
 
 def describe(module: nn.Module, names: Projections) -> AttentionStructure | Refusal:
@@ -87,9 +88,11 @@ def describe(module: nn.Module, names: Projections) -> AttentionStructure | Refu
     heads = _count_heads(module, core, names)
     if isinstance(heads, Refusal):
         return heads
-    for owner, attribute in _attribute_reads(core):
+    for owner, attribute in _attribute_reads(type(core)):
         if owner == "config" and attribute in (*_Q_HEADS, *_KV_HEADS, *_MODEL_WIDTHS):
-            return Refusal(f"its forward reads config.{attribute}, which is not per rank", KEEP_DENSE)
+            return Refusal(
+                f"its forward reads config.{attribute}, which is not per rank", KEEP_DENSE
+            )
     scale = vars(core).get("scaling")
     default_scale = isinstance(scale, float) and math.isclose(scale, heads.dim**-0.5)
     causal = vars(core).get("is_causal")
@@ -208,12 +211,14 @@ def _stated(core: nn.Module, names: tuple[str, ...]) -> int | None:
     return next((vars(core)[n] for n in names if isinstance(vars(core).get(n), int)), None)
 
 
-def _attribute_reads(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """(name or attribute, attribute read from it) in every method: ("self", "x"), ("config", "y")."""
-    for cls in type(module).__mro__:
-        if cls is nn.Module:
+@functools.cache
+def _attribute_reads(cls: type[nn.Module]) -> tuple[tuple[str, str], ...]:
+    """(owner, attribute) of every attribute that methods read: ("self", "x"), ("config", "y")."""
+    reads: list[tuple[str, str]] = []
+    for base in cls.__mro__:
+        if base is nn.Module:
             break
-        for name, function in vars(cls).items():
+        for name, function in vars(base).items():
             function = inspect.unwrap(function) if callable(function) else function
             if not isinstance(function, FunctionType) or name == "__init__":
                 continue
@@ -222,5 +227,6 @@ def _attribute_reads(module: nn.Module) -> Iterator[tuple[str, str]]:
                 loaded = instruction.argval
                 argument = str(loaded[-1] if isinstance(loaded, tuple) else loaded)
                 if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                    yield previous, argument
+                    reads.append((previous, argument))
                 previous = argument
+    return tuple(dict.fromkeys(reads))

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels.recognise.prove import Linear
-from tpkernels.recognise.structure import AttentionStructure
 
-MaskReading = Literal["none", "keep", "drop", "additive", "nonzero_keep", "keys"]
+MaskReading = Literal["keep", "drop", "additive", "nonzero_keep"]
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,6 @@ class Roles:
     v: str | None = None
     qkv: str | None = None
     layout: Literal["blocks", "per_head"] = "blocks"
-
-    @classmethod
-    def of(cls, structure: AttentionStructure) -> Roles:
-        """The roles that a structure describes."""
-        s = structure
-        return cls(s.out, s.num_heads, s.num_kv_heads, s.head_dim, s.q, s.k, s.v, s.qkv)
 
 
 def projections(x: Tensor, roles: Roles, linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,7 +52,7 @@ def attention(
     scale: float,
     causal: bool,
     mask: Tensor | None = None,
-    reading: MaskReading = "none",
+    meaning: MaskReading = "keep",
 ) -> Tensor:
     """Canonical self-attention [B, T, features] -> [B, T, features]."""
     q, k, v = projections(x, roles, linear)
@@ -71,15 +64,13 @@ def attention(
         future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
     if mask is not None:
-        scores = _masked(scores, mask, reading)
+        scores = _masked(scores, mask, meaning)
     merged = (F.softmax(scores, dim=-1) @ v).transpose(1, 2).flatten(-2)
     return linear(roles.out, merged)
 
 
-def _masked(scores: Tensor, mask: Tensor, reading: MaskReading) -> Tensor:
-    if reading == "additive":
+def _masked(scores: Tensor, mask: Tensor, meaning: MaskReading) -> Tensor:
+    if meaning == "additive":
         return scores + mask
-    hidden = mask.to(torch.bool) if reading == "drop" else mask == 0
-    if reading == "keys":
-        hidden = hidden[:, None, None, :]
+    hidden = mask.to(torch.bool) if meaning == "drop" else mask == 0
     return scores.masked_fill(hidden, float("-inf"))

@@ -14,7 +14,7 @@ It is ``whole`` when nothing else happens in the forward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,8 +22,14 @@ from torch import Tensor, fx, nn
 from tpkernels.recognise.activation import is_elementwise, match_formula, same, splits_features
 from tpkernels.recognise.prove import formula_problem
 from tpkernels.recognise.scope import Scope
-from tpkernels.recognise.structure import ActivationName, MLPStructure, has_hooks, leaf_features
-from tpkernels.recognise.trace import Trace, dropout_of, evaluate
+from tpkernels.recognise.structure import (
+    ActivationName,
+    MLPForm,
+    MLPStructure,
+    has_hooks,
+    leaf_features,
+)
+from tpkernels.recognise.trace import Trace, dropout_of, evaluate, signature_of
 from tpkernels.reference.activation import activation
 
 
@@ -70,7 +76,30 @@ def find_mlps(trace: Trace, scope: Scope) -> MLPMatches:
             continue
         structures.append(structure)
         taken.update(structure.leaves)
-    return MLPMatches(structures, problems)
+    for down in trace.linears:
+        if str(down.target) in problems:
+            for source in _linears_before(trace, down):
+                problems.setdefault(
+                    str(source.target), f"{down.target!r}: {problems[str(down.target)]}"
+                )
+    return MLPMatches(structures, {p: why for p, why in problems.items() if p not in taken})
+
+
+def _linears_before(trace: Trace, down: fx.Node) -> list[fx.Node]:
+    """The linear layers whose results reach ``down`` through no other."""
+    found: list[fx.Node] = []
+    seen: set[fx.Node] = set()
+    stack = list(down.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if trace.is_linear(node):
+            found.append(node)
+        else:
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 def _region_before(trace: Trace, down: fx.Node) -> _Region:
@@ -101,21 +130,62 @@ def _region_before(trace: Trace, down: fx.Node) -> _Region:
         outside = [user for user in node.users if user not in nodes and user is not down]
         if outside:
             raise _NoMLP(f"the hidden {node.name!r} is also used by {outside[0].name!r}")
-    for node in nodes:
-        path = str(node.target) if node.op == "call_module" else ""
-        if path and has_hooks(trace.submodule(node)):
-            raise _NoMLP(f"{path!r} between the layers has a hook")
+    for path in (str(n.target) for n in inside if n.op == "call_module"):
+        between = _containers(path, str(down.target))
+        if not trace.is_linear_path(path):
+            between = [*between, path]
+        hooked = [name for name in between if has_hooks(trace.module.get_submodule(name))]
+        if hooked:
+            raise _NoMLP(f"{hooked[0]!r} between the layers has a hook")
     if not sources:
         raise _NoMLP("no linear layer before it")
     return _Region([n for n in order if n in sources], [n for n in order if n in nodes])
 
 
+def _containers(path: str, down: str) -> list[str]:
+    """The modules around ``path`` that ``down`` lies outside of."""
+    parts = path.split(".")
+    names = [".".join(parts[:i]) for i in range(1, len(parts))]
+    return [name for name in names if not down.startswith(f"{name}.")]
+
+
 def _structure(trace: Trace, scope: Scope, region: _Region, down: fx.Node) -> MLPStructure:
-    hidden = leaf_features(trace.submodule(down))[0]
-    widths = [leaf_features(trace.submodule(node))[1] for node in region.sources]
+    path = str(down.target)
     inner, active = _strip_dropouts(trace, down.args[0])
     computing = [n for n in region.nodes if dropout_of(trace, n) is None]
     inside = [n for n in region.nodes if dropout_of(trace, n) is not None and n not in inner]
+    key = signature_of(trace), path
+    if key not in scope.regions:
+        scope.regions[key] = _analyse(trace, region, down, active)
+    form = scope.regions[key]
+    exact = form.structure.act is not None and not inside and len(inner) < 2
+    outer = _whole(trace, region, down, inner) if exact else None
+    if outer is None and not form.splits:
+        raise _NoMLP("what lies between the layers is not element-wise or has a fixed width")
+    if outer is None and not computing:
+        raise _NoMLP("no activation lies between it and the linear layer before it")
+    structure = replace(
+        form.structure,
+        whole=outer is not None,
+        act_module=_activation_module(trace, scope, region, form.structure, computing),
+        inner_dropout=_dropout(trace, inner),
+        outer_dropout=_dropout(trace, outer or []),
+    )
+    problem = formula_problem(trace, scope, structure) if structure.whole else None
+    if problem is not None:
+        raise _NoMLP(problem)
+    return structure
+
+
+def _dropout(trace: Trace, nodes: list[fx.Node]) -> str | float | None:
+    return (dropout_of(trace, nodes[0]) or None) if nodes else None
+
+
+def _analyse(trace: Trace, region: _Region, down: fx.Node, active: fx.Node) -> MLPForm:
+    """What the region computes, and whether it can do so for a part of the features."""
+    hidden = leaf_features(trace.submodule(down))[0]
+    widths = [leaf_features(trace.submodule(node))[1] for node in region.sources]
+    paths = [str(node.target) for node in region.sources]
 
     def function(*values: Tensor) -> Tensor:
         known = dict(zip(region.sources, values, strict=True))
@@ -126,51 +196,28 @@ def _structure(trace: Trace, scope: Scope, region: _Region, down: fx.Node) -> ML
             raise _NoMLP("the two layers before it have different inputs")
         if widths != [hidden, hidden]:
             raise _NoMLP(f"it takes {hidden} features, the layers before it give {widths}")
-        structure = _gated(function, region, hidden)
+        structure = _gated(function, paths, hidden)
     elif len(region.sources) > 2:
         raise _NoMLP(f"{len(region.sources)} linear layers come together before it")
     elif widths[0] == hidden:
-        structure = _plain(function, region, hidden)
+        act = match_formula(function, hidden)
+        structure = MLPStructure("plain", up=paths[0], down="", act=act)
     elif widths[0] == 2 * hidden:
-        structure = _fused(function, region, hidden)
+        structure = _fused(function, paths[0], hidden)
     else:
         raise _NoMLP(f"it takes {hidden} features, the layer before it gives {widths[0]}")
-
-    path = str(down.target)
-    exact = structure.act is not None and not inside and len(inner) < 2
-    outer = _whole(trace, region, down, inner) if exact else None
-    if outer is None and not _keeps_forward(function, structure, hidden):
-        raise _NoMLP("what lies between the layers is not element-wise or has a fixed width")
-    if outer is None and not computing:
-        raise _NoMLP("no activation lies between it and the linear layer before it")
-    made = MLPStructure(
-        kind=structure.kind,
-        up=structure.up,
-        down=path,
-        gate=structure.gate,
-        act=structure.act,
-        whole=outer is not None,
-        act_module=_activation_module(trace, scope, region, structure, computing),
-        inner_dropout=dropout_of(trace, inner[0]) if inner else None,
-        outer_dropout=outer.dropout if outer is not None else None,
-        gate_first=structure.gate_first,
-    )
-    problem = formula_problem(trace, scope, made) if made.whole else None
-    if problem is not None:
-        raise _NoMLP(problem)
-    return made
+    structure = replace(structure, down=str(down.target))
+    if structure.kind == "gated_fused":
+        function = _on_halves(function, structure.gate_first)
+    inputs = 1 if structure.kind == "plain" else 2
+    return MLPForm(structure, splits_features(function, hidden, inputs))
 
 
-def _plain(function: Callable[..., Tensor], region: _Region, hidden: int) -> MLPStructure:
-    act = match_formula(function, hidden)
-    return MLPStructure("plain", up=str(region.sources[0].target), down="", act=act)
-
-
-def _gated(function: Callable[..., Tensor], region: _Region, hidden: int) -> MLPStructure:
+def _gated(function: Callable[..., Tensor], paths: list[str], hidden: int) -> MLPStructure:
     def swapped(a: Tensor, b: Tensor) -> Tensor:
         return function(b, a)
 
-    first, second = (str(node.target) for node in region.sources)
+    first, second = paths
     for gate, up, f in ((first, second, function), (second, first, swapped)):
         act = _gate_activation(f, hidden)
         if act is not None:
@@ -178,8 +225,7 @@ def _gated(function: Callable[..., Tensor], region: _Region, hidden: int) -> MLP
     return MLPStructure("gated", up=second, down="", gate=first, act=None)
 
 
-def _fused(function: Callable[..., Tensor], region: _Region, hidden: int) -> MLPStructure:
-    up = str(region.sources[0].target)
+def _fused(function: Callable[..., Tensor], up: str, hidden: int) -> MLPStructure:
     for gate_first in (True, False):
         act = _gate_activation(_on_halves(function, gate_first), hidden)
         if act is not None:
@@ -204,13 +250,6 @@ def _gate_activation(function: Callable[..., Tensor], hidden: int) -> Activation
             return act if same(function(gate, up), activation(gate, act) * up) else None
     except Exception:  # whatever user code raises: not the product
         return None
-
-
-def _keeps_forward(function: Callable[..., Tensor], structure: MLPStructure, hidden: int) -> bool:
-    """Whether the code between the layers works on a part of the hidden features."""
-    if structure.kind == "gated_fused":
-        function = _on_halves(function, structure.gate_first)
-    return splits_features(function, hidden, inputs=1 if structure.kind == "plain" else 2)
 
 
 def _strip_dropouts(trace: Trace, node: object) -> tuple[list[fx.Node], fx.Node]:
@@ -243,15 +282,10 @@ def _activation_module(
     return str(modules[0].target) if scope.only_inside(module, trace.module) else None
 
 
-@dataclass
-class _Outer:
-    dropout: str | float | None
-
-
 def _whole(
     trace: Trace, region: _Region, down: fx.Node, inner: list[fx.Node]
-) -> _Outer | None:
-    """The outer dropout, if the forward is the MLP and nothing else; None if there is more."""
+) -> list[fx.Node] | None:
+    """The dropout after ``down``, if the forward is the MLP and nothing else; None if not."""
     if not isinstance(trace.output, fx.Node) or trace.kwargs_read:
         return None
     outer, last = _strip_dropouts(trace, trace.output)
@@ -271,7 +305,7 @@ def _whole(
     inside = (m for m in trace.module.modules() if m is not trace.module)
     if any(has_hooks(m) for m in inside):
         return None
-    return _Outer(dropout_of(trace, outer[0]) if outer else None)
+    return outer
 
 
 def is_candidate(module: nn.Module, leaves: list[nn.Module]) -> bool:

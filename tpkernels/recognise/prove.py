@@ -43,7 +43,7 @@ def run_problem(
     weight = next(module.parameters())
     if any(p.is_meta for p in module.parameters()):
         return None
-    signature = f"{type(module)} {signature_of(trace)} {claim} {weight.dtype} {weight.device}"
+    signature = f"{signature_of(trace)} {claim} {weight.dtype} {weight.device}"
     if signature in scope.proven:
         return None
     x = torch.randn(shape, generator=torch.Generator().manual_seed(5))
@@ -70,7 +70,7 @@ def apply_linear(leaf: nn.Module, x: Tensor) -> Tensor:
     weight, bias = leaf.weight, leaf.bias
     assert isinstance(weight, Tensor)
     y = x @ (weight.t() if isinstance(leaf, nn.Linear) else weight)
-    return y if bias is None else y + bias
+    return y + bias if isinstance(bias, Tensor) else y
 
 
 def probe_linears(module: nn.Module, paths: tuple[str, ...], dtype: torch.dtype) -> Linear:

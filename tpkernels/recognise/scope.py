@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from tpkernels.recognise.structure import is_leaf_linear, looks_linear
+from tpkernels.recognise.structure import (
+    AttentionStructure,
+    MLPForm,
+    is_leaf_linear,
+    looks_linear,
+)
 
 
 class Scope:
@@ -20,6 +26,9 @@ class Scope:
         """Every name of a parameter object, through distinct modules."""
         self.proven: set[str] = set()
         """Signatures of computations already compared with their formula by running them."""
+        self.regions: dict[tuple[str, str], MLPForm] = {}
+        """What lies before a linear layer, by the signature of the graph and the layer's path."""
+        self._attentions: list[tuple[str, list[Tensor], AttentionStructure]] = []
         for name, module in model.named_modules(remove_duplicate=False):
             self.names.setdefault(module, []).append(name)
         for module, (name, *_) in self.names.items():
@@ -63,6 +72,20 @@ class Scope:
                 other = next((name for name in names if name != mine), names[0])
                 return f"its {key} is the same parameter as {other!r}"
         return None
+
+    def proved_attention(self, signature: str, buffers: list[Tensor]) -> AttentionStructure | None:
+        """The structure proved for the same graph, sizes and buffers; None if there is none."""
+        for known, tensors, structure in self._attentions:
+            if known == signature and len(tensors) == len(buffers):
+                if all(map(torch.equal, tensors, buffers)):
+                    return structure
+        return None
+
+    def remember_attention(
+        self, signature: str, buffers: list[Tensor], structure: AttentionStructure
+    ) -> None:
+        """Keep a proof for the other blocks of the model."""
+        self._attentions.append((signature, buffers, structure))
 
 
 def _repeated_items(module: nn.Module) -> list[nn.Module]:

@@ -8,6 +8,7 @@ hands the result of the one to the other and to nobody else.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from dataclasses import dataclass
@@ -30,12 +31,12 @@ def match_siblings(parent: nn.Module, scope: Scope) -> MLPStructure | None:
     """The MLP whose halves are two children of ``parent``, each with one linear layer."""
     halves = {name: child for name, child in parent.named_children() if _leaf_count(child) == 1}
     for first_name, first in halves.items():
-        upper = _linear_then_activation(first, scope)
+        upper = None if has_hooks(first) else _linear_then_activation(first, scope)
         if upper is None:
             continue
         for second_name, second in halves.items():
             lower = _begins_with_linear(second) if second is not first else None
-            if lower is None or not feeds(parent, first_name, second_name):
+            if lower is None or not feeds(type(parent), first_name, second_name):
                 continue
             width = leaf_features(first.get_submodule(upper.up))[1]
             if leaf_features(second.get_submodule(lower))[0] != width:
@@ -58,14 +59,15 @@ def begins_with_linear(module: nn.Module, width: int) -> str | None:
     return path
 
 
-def feeds(parent: nn.Module, producer: str, consumer: str) -> bool:
-    """Whether a method of ``parent`` passes what child ``producer`` returns to ``consumer``.
+@functools.cache
+def feeds(parent: type[nn.Module], producer: str, consumer: str) -> bool:
+    """Whether a method of the class ``parent`` passes what child ``producer`` returns to ``consumer``.
 
     Read from the source: ``h = self.producer(...)`` (or ``h, rest = ...``) followed by
     ``self.consumer(h, ...)`` or ``self.consumer(h[0], ...)``, or one call inside the other, with
     ``h`` used nowhere else. False where there is no source.
     """
-    trees = [_source_of(cls) for cls in type(parent).__mro__ if cls not in (nn.Module, object)]
+    trees = [_source_of(cls) for cls in parent.__mro__ if cls not in (nn.Module, object)]
     nodes = [node for tree in trees if tree is not None for node in ast.walk(tree)]
     if sum(_is_call(node, producer) for node in nodes) != 1:
         return False

@@ -6,6 +6,7 @@ of :class:`VocabularyStructure` to the root of the model. Nothing here changes a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -163,6 +164,18 @@ class Recognition:
 
     found: list[Found]
     kept: list[Kept]
+
+
+Matches = Sequence[tuple[str, MLPStructure | AttentionStructure]]
+"""What an adapter finds in a module: structures with the path of the part they are found at."""
+
+
+@dataclass(frozen=True)
+class MLPForm:
+    """What lies before a linear layer computes. ``splits``: its code works on a part of the features."""
+
+    structure: MLPStructure
+    splits: bool
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,11 @@ class Trace:
 
     def is_linear(self, node: fx.Node) -> bool:
         """Whether ``node`` is the call of a linear leaf."""
-        return node.op == "call_module" and is_leaf_linear(self.submodule(node))
+        return node.op == "call_module" and self.is_linear_path(str(node.target))
+
+    def is_linear_path(self, path: str) -> bool:
+        """Whether the layer at ``path`` is a linear leaf."""
+        return is_leaf_linear(self.module.get_submodule(path))
 
     @property
     def linears(self) -> list[fx.Node]:
@@ -157,13 +161,13 @@ def undisturbed(module: nn.Module) -> Iterator[list[str]]:
 
     The list is complete after the block. Tensors' contents are not watched.
     """
-    before = [(name, m, _snapshot(m)) for name, m in module.named_modules()]
+    before = [(name, _snapshot(m)) for name, m in module.named_modules()]
     written: list[str] = []
     try:
         with torch.random.fork_rng(devices=[]):
             yield written
     finally:
-        for name, m, state in before:
+        for name, state in before:
             for key, container, values in state:
                 changed = _changed(container, values)
                 written += [f"{name}.{k or key}".lstrip(".") for k in changed if k != "training"]
@@ -214,9 +218,18 @@ class _Tracer(fx.Tracer):
                 named[parameter.name] = proxy
         return lambda *_: root_fn(self.root, *positional, **named), []
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         length = _length(obj.node)
         return super().iter(obj) if length is None else iter([obj[i] for i in range(length)])
+
+
+class _Proxy(fx.Proxy):
+    def __len__(self) -> int:  # asked by ``f(*x.shape[:-1])``
+        length = _length(self.node)
+        return super().__len__() if length is None else length
 
 
 def _length(node: fx.Node) -> int | None:
@@ -232,13 +245,15 @@ def _length(node: fx.Node) -> int | None:
         whole = _length(source)
         index = node.args[1]
         return len(range(whole)[index]) if whole and isinstance(index, slice) else None
-    if node.target == "size" and len(node.args) == 1 or _is_shape(node):
+    if _is_shape(node):
         return _rank(source)
     return None
 
 
 def _is_shape(node: fx.Node) -> bool:
-    return node.target is getattr and len(node.args) == 2 and node.args[1] == "shape"
+    if node.target == "size":
+        return len(node.args) == 1
+    return node.target is getattr and node.args[1] == "shape"
 
 
 def _rank(node: Any) -> int | None:
@@ -291,7 +306,7 @@ def _without_dropout(trace: Trace, training: bool) -> list[tuple[Any, ...]]:
     rows: list[tuple[Any, ...]] = []
     for node in trace.graph.nodes:
         dropout = dropout_of(trace, node)
-        if isinstance(dropout, str) or dropout is not None and (training or dropout == 0):
+        if isinstance(dropout, str) or (dropout is not None and (training or dropout == 0)):
             number[node] = number[node.all_input_nodes[0]]
             continue
         args, kwargs = node.args, node.kwargs
@@ -311,9 +326,29 @@ class _Ref:
 
 
 def signature_of(trace: Trace) -> str:
-    """A text equal for modules of one class that compute the same with the same sizes."""
-    sizes = {str(n.target): tuple(trace.submodule(n).weight.shape) for n in trace.linears}  # type: ignore[union-attr, arg-type]
-    return f"{_without_dropout(trace, True)} {sizes}"
+    """A text equal for modules of one class that compute the same with the same sizes.
+
+    Weights and the values of buffers are not in it, nor are dropouts.
+    """
+    called = [n for n in trace.graph.nodes if n.op == "call_module" and not dropout_of(trace, n)]
+    modules = [_describe(trace.submodule(node)) for node in called]
+    return f"{type(trace.module)} {_without_dropout(trace, True)} {modules}"
+
+
+def _describe(module: nn.Module) -> str:
+    attributes = {k: v for k, v in vars(module).items() if k != "training" and k[0] != "_"}
+    shapes = [tuple(p.shape) for p in module.parameters()]
+    return f"{type(module)} {shapes} {attributes if len(shapes) == 0 else ''}"
+
+
+def buffers_of(trace: Trace) -> list[Tensor]:
+    """The tensors that the graph reads from the module's attributes (a causal mask...)."""
+    values = (
+        _attribute(trace, str(node.target), torch.float64)
+        for node in trace.graph.nodes
+        if node.op == "get_attr"
+    )
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _attribute(trace: Trace, path: str, dtype: torch.dtype) -> Any:

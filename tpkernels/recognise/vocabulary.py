@@ -37,9 +37,9 @@ def match_vocabulary(model: nn.Module, scope: Scope) -> VocabularyMatch:
             kept[scope.path(pair[0])] = "the model has no output head over its vocabulary"
     else:
         pair = _by_weights(embeddings, scope)
-    if pair is None or pair[1] is None or pair[0] not in scope.names:
+    embedding, head = pair if pair is not None else (None, None)
+    if embedding is None or head is None or embedding not in scope.names:
         return VocabularyMatch(None, kept)
-    embedding, head = pair
     problem = _problem(embedding, head, scope)
     if problem is not None:
         return VocabularyMatch(None, kept | {scope.path(embedding): problem})
@@ -79,7 +79,10 @@ def _by_weights(
 
 def _problem(embedding: nn.Module, head: nn.Module, scope: Scope) -> str | None:
     """Why the pair cannot be split over the vocabulary; never one half of it."""
-    if not isinstance(embedding, nn.Embedding) or type(embedding).forward is not nn.Embedding.forward:
+    if (
+        not isinstance(embedding, nn.Embedding)
+        or type(embedding).forward is not nn.Embedding.forward
+    ):
         return f"{type(embedding).__qualname__} is not a plain nn.Embedding"
     if type(embedding.weight) is not nn.Parameter or not embedding.weight.is_floating_point():
         return f"its weight is a {type(embedding.weight).__qualname__} of {embedding.weight.dtype}"

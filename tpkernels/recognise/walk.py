@@ -24,6 +24,8 @@ interface function needs an adapter, one small file in ``adapters/``:
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import nn
 
 from tpkernels.recognise import adapters
@@ -46,7 +48,7 @@ from tpkernels.recognise.trace import Trace, Untraceable, stateless, trace
 from tpkernels.recognise.vocabulary import match_vocabulary
 
 _OUTSIDE = "outside the repeated blocks"
-_OWN_MODULE = "move it into a module of its own, so that it can be replaced"
+_OWN_MODULE = f"move these layers into a module whose forward does only that; or {KEEP_DENSE}"
 
 
 def recognise(model: nn.Module) -> Recognition:
@@ -183,7 +185,9 @@ class _Walk:
         self, module: nn.Module, structure: AttentionStructure | MLPStructure
     ) -> Refusal | None:
         """Take the layers of ``structure``, unless somebody else uses one of them."""
-        kind = "mlp" if isinstance(structure, MLPStructure) else "attention"
+        kind: Literal["mlp", "attention"] = "attention"
+        if isinstance(structure, MLPStructure):
+            kind = "mlp"
         layers = {path: module.get_submodule(path) for path in structure.leaves}
         for path, layer in layers.items():
             problem = self.scope.sharing_problem(layer, module)
@@ -211,13 +215,14 @@ class _Walk:
     def _keep_linear(self, layer: nn.Module) -> None:
         if any(looks_linear(parent) for parent in self.scope.parents.get(layer, [])):
             return  # a part of a wrapped layer, which is kept itself
-        in_block = self.scope.in_block(layer)
-        reason, fix = self.reasons.get(layer, (None, KEEP_DENSE))
+        path, in_block = self.scope.path(layer), self.scope.in_block(layer)
+        if self.scope.block_items and not in_block:
+            self._keep(layer, Kept(path, "linear", linear_problem(layer) or _OUTSIDE, None, False))
+            return
+        unknown = "no MLP or attention that it belongs to was recognised"
+        reason, fix = self.reasons.get(layer, (unknown, KEEP_DENSE))
         reason = linear_problem(layer) or reason
-        if not in_block:
-            reason, fix = (reason, fix) if not self.scope.block_items and reason else (_OUTSIDE, None)
-        reason = reason or "no MLP or attention it belongs to was recognised"
-        self._keep(layer, Kept(self.scope.path(layer), "linear", reason, fix, in_block))
+        self._keep(layer, Kept(path, "linear", reason, fix, in_block))
 
     def _keep(self, module: nn.Module, kept: Kept) -> None:
         self.kept.append((self.order[module], kept))
@@ -242,8 +247,9 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 def _reason(structure: AttentionStructure | MLPStructure) -> str:
     if isinstance(structure, MLPStructure):
-        place = "the module is the MLP" if structure.whole else "its layers lie in a larger forward"
-        return f"{structure.kind} MLP, activation {structure.act or 'not ours'}: {place}"
+        act = structure.act or "not one of ours"
+        scope = "the whole module" if structure.whole else "its layers alone"
+        return f"{structure.kind} MLP with activation {act}, {scope}"
     heads = f"{structure.num_heads} heads of {structure.head_dim}"
     if structure.num_kv_heads != structure.num_heads:
         heads += f", {structure.num_kv_heads} of keys and values"

@@ -12,9 +12,8 @@ from torch import nn
 
 from tpkernels.recognise.adapters import bert, fused, separate, torch_transformer
 from tpkernels.recognise.attention import KEEP_DENSE, uses_attention_interface
-from tpkernels.recognise.structure import AttentionStructure, MLPStructure, Refusal
+from tpkernels.recognise.structure import Matches, Refusal
 
-Matches = list[tuple[str, AttentionStructure | MLPStructure]]
 Adapter = Callable[[nn.Module], Matches | Refusal | None]
 
 ADAPTERS: tuple[Adapter, ...] = (

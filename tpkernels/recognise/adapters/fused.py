@@ -10,10 +10,10 @@ from tpkernels.recognise.attention import (
     forward_reads,
     uses_attention_interface,
 )
-from tpkernels.recognise.structure import AttentionStructure, Refusal
+from tpkernels.recognise.structure import Matches, Refusal
 
 
-def match(module: nn.Module) -> list[tuple[str, AttentionStructure]] | Refusal | None:
+def match(module: nn.Module) -> Matches | Refusal | None:
     """The attention in ``module``, if its forward splits ``c_attn`` in blocks of ``split_size``.
 
     A module with the same names that splits otherwise (GPTBigCode) is not this family.

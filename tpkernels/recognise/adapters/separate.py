@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from tpkernels.recognise.attention import Projections, describe, uses_attention_interface
-from tpkernels.recognise.structure import AttentionStructure, Refusal
+from tpkernels.recognise.structure import Matches, Refusal
 
 _OUTPUTS = ("o_proj", "out_proj", "dense")
 
 
-def match(module: nn.Module) -> list[tuple[str, AttentionStructure]] | Refusal | None:
+def match(module: nn.Module) -> Matches | Refusal | None:
     """The attention in ``module``, if it has these layers and uses the attention interface."""
     children = dict(module.named_children())
     outputs = [name for name in _OUTPUTS if name in children]

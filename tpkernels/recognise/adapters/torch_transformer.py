@@ -14,13 +14,13 @@ from tpkernels.recognise.activation import identify_activation, is_elementwise
 from tpkernels.recognise.attention import KEEP_DENSE
 from tpkernels.recognise.structure import (
     AttentionStructure,
+    Matches,
     MLPStructure,
     Refusal,
     has_hooks,
     is_leaf_linear,
 )
 
-Matches = list[tuple[str, AttentionStructure | MLPStructure]]
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
@@ -32,11 +32,15 @@ def match(module: nn.Module) -> Matches | Refusal | None:
     layer = next((c for c in _LAYERS if isinstance(module, c)), None)
     if layer is None:
         return None
-    own = {name for cls in type(module).__mro__[: type(module).__mro__.index(layer)] for name in vars(cls)}
+    own = {
+        name
+        for cls in type(module).__mro__[: type(module).__mro__.index(layer)]
+        for name in vars(cls)
+    }
     overridden = own & {"forward", "_ff_block", "_sa_block", "_mha_block"}
     if overridden:
         return None  # its forward is its own; the other rules read it
-    structures: Matches = []
+    structures: list[tuple[str, AttentionStructure | MLPStructure]] = []
     feed_forward = _feed_forward(module)
     if feed_forward is not None:
         structures.append(("", feed_forward))
@@ -70,7 +74,9 @@ def _feed_forward(layer: nn.Module) -> MLPStructure | None:
 
 def _multihead(module: nn.MultiheadAttention) -> AttentionStructure | Refusal:
     if type(module).forward is not nn.MultiheadAttention.forward:
-        return Refusal(f"{type(module).__qualname__} overrides MultiheadAttention.forward", KEEP_DENSE)
+        return Refusal(
+            f"{type(module).__qualname__} overrides MultiheadAttention.forward", KEEP_DENSE
+        )
     if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
         reason = "add_bias_kv and add_zero_attn add keys that belong to no head shard"
         return Refusal(reason, KEEP_DENSE)

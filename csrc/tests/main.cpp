@@ -1,0 +1,3 @@
+#include "tests/check.h"
+
+int main() { return tpkernels::testing::run_all(); }
