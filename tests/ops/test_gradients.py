@@ -38,11 +38,6 @@ def away_from_kinks(tensors):
     return [torch.where(t.abs() < 0.05, t.sign() * 0.05 + 0.01, t) for t in tensors]
 
 
-def eager_outputs(op, tensors, act):
-    """The formula with a graph: `act_gradient` of the samples has none, so spell it out."""
-    return op.expected(tensors, act)
-
-
 FORWARD_OPS = [op for op in OPS if op.optional]  # whose formulas autograd can follow
 
 

@@ -10,10 +10,11 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tpkernels.comm.agreement import InputCheck
 from tpkernels.comm.group import Group
+from tpkernels.comm.regions import gather_from_tensor_model_parallel_region as gather_from_region
 from tpkernels.comm.rng import rank_stream
 from tpkernels.modules.class_swap import set_attributes, swap_class
 from tpkernels.modules.dropout import probability
@@ -42,7 +43,8 @@ class HeadShardedAttention(nn.Module):
     """Mixed into an attention module's class: its forward, on this rank's heads.
 
     Attention dropout draws from the rank's own stream until the output projection, whose result
-    is replicated again.
+    is replicated again. Attention weights in the result, [B, H, S, T], are gathered: an
+    implementation that returns none (``sdpa``, the default) saves that traffic.
     """
 
     _tp: HeadSplit
@@ -51,9 +53,23 @@ class HeadShardedAttention(nn.Module):
         joint = self._tp.joint
         with contextlib.nullcontext() if joint is None else joint.region():
             if probability(self, self._tp.dropout) == 0.0:
-                return super().forward(*args, **kwargs)
-            with rank_stream(self._tp.group, next(self.parameters()).device):
-                return super().forward(*args, **kwargs)
+                result = super().forward(*args, **kwargs)
+            else:
+                with rank_stream(self._tp.group, next(self.parameters()).device):
+                    result = super().forward(*args, **kwargs)
+        return self._with_all_weights(result)
+
+    def _with_all_weights(self, result: Any) -> Any:
+        """Attention weights that a forward returns (eager attention only) are those of all heads."""
+        tp = self._tp
+        weights = result[1] if isinstance(result, tuple) and len(result) > 1 else None
+        if not isinstance(weights, Tensor) or weights.dim() != 4 or tp.group.size == 1:
+            return result
+        if weights.shape[1] != tp.heads.local_heads(tp.group.rank):
+            return result
+        counts = [count for _, count in tp.heads.q]
+        weights = gather_from_region(weights, tp.group.name, 1, counts)
+        return (result[0], weights, *result[2:])
 
 
 def shard_heads_(

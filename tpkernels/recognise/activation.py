@@ -41,7 +41,7 @@ def identify_activation(function: Function | nn.Module) -> ActivationName | None
 
 
 def is_elementwise(function: Function | nn.Module) -> bool:
-    """Whether a stateless ``function`` treats every feature alone, so that features can be split."""
+    """Whether ``function`` has no state and treats every feature alone, so that they split."""
     if holds_tensors(function):
         return False
     for training in (False, True):

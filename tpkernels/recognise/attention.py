@@ -71,7 +71,7 @@ def uses_attention_interface(module: nn.Module) -> bool:
 
 def forward_reads(module: nn.Module, attribute: str) -> bool:
     """Whether a method of ``module`` (but not ``__init__``) reads ``self.<attribute>``."""
-    return ("self", attribute) in _attribute_reads(type(module))
+    return ("self", attribute) in _attribute_reads(type(module))  # type: ignore[arg-type]
 
 
 def describe(module: nn.Module, names: Projections) -> AttentionStructure | Refusal:
@@ -88,7 +88,7 @@ def describe(module: nn.Module, names: Projections) -> AttentionStructure | Refu
     heads = _count_heads(module, core, names)
     if isinstance(heads, Refusal):
         return heads
-    for owner, attribute in _attribute_reads(type(core)):
+    for owner, attribute in _attribute_reads(type(core)):  # type: ignore[arg-type]
         if owner == "config" and attribute in (*_Q_HEADS, *_KV_HEADS, *_MODEL_WIDTHS):
             return Refusal(
                 f"its forward reads config.{attribute}, which is not per rank", KEEP_DENSE

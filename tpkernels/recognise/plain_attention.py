@@ -177,9 +177,8 @@ def _core(traced: Trace) -> fx.Node | None:
     """The one call of SDPA, or the one softmax whose result a matrix product takes."""
     cores = []
     for node in traced.graph.nodes:
-        if node.target is F.scaled_dot_product_attention:
-            cores.append(node)
-        elif _is_softmax(traced, node) and any(map(_is_matmul, _until_linear(traced, node))):
+        weighs = _is_softmax(traced, node) and any(map(_is_matmul, _until_linear(traced, node)))
+        if weighs or node.target is F.scaled_dot_product_attention:
             cores.append(node)
     return cores[0] if len(cores) == 1 else None
 

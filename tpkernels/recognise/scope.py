@@ -76,9 +76,9 @@ class Scope:
     def proved_attention(self, signature: str, buffers: list[Tensor]) -> AttentionStructure | None:
         """The structure proved for the same graph, sizes and buffers; None if there is none."""
         for known, tensors, structure in self._attentions:
-            if known == signature and len(tensors) == len(buffers):
-                if all(map(torch.equal, tensors, buffers)):
-                    return structure
+            same = known == signature and len(tensors) == len(buffers)
+            if same and all(map(torch.equal, tensors, buffers)):
+                return structure
         return None
 
     def remember_attention(

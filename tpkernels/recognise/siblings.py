@@ -61,7 +61,7 @@ def begins_with_linear(module: nn.Module, width: int) -> str | None:
 
 @functools.cache
 def feeds(parent: type[nn.Module], producer: str, consumer: str) -> bool:
-    """Whether a method of the class ``parent`` passes what child ``producer`` returns to ``consumer``.
+    """Whether a method of the class ``parent`` passes ``producer``'s result to ``consumer``.
 
     Read from the source: ``h = self.producer(...)`` (or ``h, rest = ...``) followed by
     ``self.consumer(h, ...)`` or ``self.consumer(h[0], ...)``, or one call inside the other, with

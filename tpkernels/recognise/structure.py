@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 ActivationName = Literal["none", "gelu", "gelu_tanh", "silu", "relu", "relu2"]
 WidthMeaning = Literal["q_heads", "kv_heads", "q_width", "kv_width", "kv_groups"]
@@ -172,7 +172,7 @@ Matches = Sequence[tuple[str, MLPStructure | AttentionStructure]]
 
 @dataclass(frozen=True)
 class MLPForm:
-    """What lies before a linear layer computes. ``splits``: its code works on a part of the features."""
+    """What lies before a linear layer; ``splits``: its code works on a part of the features."""
 
     structure: MLPStructure
     splits: bool
@@ -197,12 +197,13 @@ def is_leaf_linear(module: nn.Module) -> bool:
 
 def leaf_features(module: nn.Module) -> tuple[int, int]:
     """(in_features, out_features) of a linear leaf, read from its weight."""
-    rows, columns = module.weight.shape  # type: ignore[union-attr]
+    assert isinstance(module.weight, Tensor)
+    rows, columns = module.weight.shape
     return (int(columns), int(rows)) if isinstance(module, nn.Linear) else (int(rows), int(columns))
 
 
 def looks_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is a linear layer of some kind: also quantised, wrapped or unknown ones."""
+    """Whether ``module`` is a linear layer of some kind, also quantised, wrapped or unknown."""
     if isinstance(module, nn.Linear) or _conv1d_class(module) is not None:
         return True
     sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))

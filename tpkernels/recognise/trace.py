@@ -10,6 +10,7 @@ that no hook of the model runs and no weight, buffer or random state is touched.
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator
@@ -131,7 +132,8 @@ def evaluate(
             case "get_attr":
                 return _attribute(trace, str(node.target), dtype)
             case "call_module" if linear is not None and trace.is_linear(node):
-                return linear(str(node.target), *args)
+                (x,) = args
+                return linear(str(node.target), x)
             case "call_module":
                 with in_mode(trace.submodule(node), training=False):
                     return trace.submodule(node).forward(*args, **kwargs)  # runs no hooks
@@ -223,7 +225,9 @@ class _Tracer(fx.Tracer):
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         length = _length(obj.node)
-        return super().iter(obj) if length is None else iter([obj[i] for i in range(length)])
+        if length is None:
+            return super().iter(obj)
+        return iter([operator.getitem(obj, i) for i in range(length)])  # type: ignore[call-overload]
 
 
 class _Proxy(fx.Proxy):
@@ -290,6 +294,7 @@ def _trace_in_mode(
     return Trace(module, graph, constants, _reads_variadic(type(module).forward))
 
 
+@functools.cache
 def _reads_variadic(forward: Any) -> bool:
     """Whether the code of ``forward`` reads its ``*args`` or ``**kwargs``."""
     forward = inspect.unwrap(forward)
@@ -314,15 +319,17 @@ def _without_dropout(trace: Trace, training: bool) -> list[tuple[Any, ...]]:
             args, kwargs = (), bind_sdpa(args, kwargs)
             if training or kwargs.get("dropout_p", 0) == 0:
                 kwargs.pop("dropout_p", None)
-        as_numbers = fx.map_arg((args, kwargs), lambda n: _Ref(number[n]))
+        as_numbers = _numbered((args, kwargs), number)
         number[node] = len(rows)
         rows.append((node.op, node.target, repr(as_numbers)))
     return rows
 
 
-@dataclass(frozen=True)
-class _Ref:
-    row: int
+def _numbered(args: Any, number: dict[fx.Node, int]) -> Any:
+    def row(node: fx.Node) -> Any:
+        return f"row {number[node]}"
+
+    return fx.map_arg(args, row)
 
 
 def signature_of(trace: Trace) -> str:

@@ -1,0 +1,87 @@
+"""``torch.library.opcheck`` of every op that tpkernels defines, on whatever floor."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from tests.ops.samples import OPS
+from tpkernels.library import OP_NAMES
+
+for floor in ("ops", "overlap", "comm.regions", "modules"):
+    importlib.import_module(f"tpkernels.{floor}")
+
+
+def x(*shape):
+    return torch.randn(*shape)
+
+
+def wants_grad(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+def local_op_samples(op):
+    """With and without gradients, without biases, on other layouts, with no rows."""
+    yield (*op.normals((4,), 3, 5), "gelu")
+    yield (*[t.requires_grad_() for t in op.normals((2, 2), 3, 5)], "silu")
+    without = [None if i in op.optional else t for i, t in enumerate(op.normals((4,), 3, 5))]
+    yield (*without, "relu2")
+    yield (*[t.requires_grad_() for t in op.normals((0,), 3, 5)], "none")
+
+
+# Groups of one: what an op does between ranks is tested in tests/comm and tests/overlap.
+SAMPLES = {
+    **{op.name: lambda op=op: list(local_op_samples(op)) for op in OPS},
+    "column_gemm_act": lambda: [
+        (x(4, 3), [x(5, 3), x(2, 3)], [x(5), None], "none", ""),
+        (wants_grad(2, 2, 3), [wants_grad(5, 3)], [wants_grad(5)], "gelu", ""),
+    ],
+    "column_backward": lambda: [
+        ([x(4, 5), x(4, 2)], x(4, 3), [x(5, 3), x(2, 3)], "", True, [True, False]),
+        ([x(4, 5)], x(4, 3), [x(5, 3)], "", False, [True]),
+    ],
+    "gemm_all_reduce": lambda: [
+        (x(4, 3), x(5, 3), x(5), "", None, None),
+        (x(4, 3).bfloat16(), x(5, 3).bfloat16(), None, "", torch.float32, 2),
+        (wants_grad(2, 2, 3), wants_grad(5, 3), wants_grad(5), "", None, None),
+    ],
+    "mlp": lambda: [
+        (x(4, 3), x(6, 3), x(6), None, None, x(3, 6), x(3), "gelu", "", None),
+        (
+            wants_grad(2, 2, 3),
+            wants_grad(6, 3),
+            None,
+            wants_grad(6, 3),
+            wants_grad(6),
+            wants_grad(3, 6),
+            wants_grad(3),
+            "silu",
+            "",
+            torch.float32,
+        ),
+    ],
+    "all_reduce": lambda: [(x(4, 3), ""), (wants_grad(4, 3).t(), "")],
+    "all_gather": lambda: [(x(4, 3), [3], 1, ""), (wants_grad(4, 3), [4], 0, "")],
+    "reduce_scatter": lambda: [(x(4, 3), [3], -1, ""), (wants_grad(4, 3), [4], 0, "")],
+    "sum_replicated": lambda: [(x(4, 3), [0, 2], [1, 0], [2, 1], 3, "")],
+    "vocab_parallel_cross_entropy": lambda: [
+        (x(4, 7), torch.tensor([0, 3, 6, 2]), 0, 7, 0.0, ""),
+        (wants_grad(4, 7), torch.tensor([0, 3, 6, 2]), 0, 7, 0.1, ""),
+    ],
+}
+
+
+def test_every_op_has_an_opcheck_case():
+    assert set(OP_NAMES) == set(SAMPLES)
+    defined = [name for name in dir(torch.ops.tpkernels) if not name.startswith("_")]
+    assert set(defined) - {"name"} <= set(OP_NAMES)  # none is defined by another road
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("name", SAMPLES)
+def test_opcheck(name):
+    op = getattr(torch.ops.tpkernels, name).default
+    for sample in SAMPLES[name]():
+        torch.library.opcheck(op, sample)
