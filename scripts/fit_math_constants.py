@@ -1,10 +1,9 @@
 """Fit the polynomials of csrc/common/math.h and print csrc/common/math_constants.h.
 
-exp(r) on |r| <= ln(2)/2, and the lower tail of the normal distribution through its Mills ratio:
-(1 + a / k) * exp(a^2 / 2) * Phi(-a) as a polynomial in s = a / (a + k), which maps a in
-[0, infinity) to s in [0, 1) (a change of variable in the manner of Shepherd and Laframboise, Math.
-Comp. 36 (1981) 249-253). The constant term is 1/2, so that the tail is exact where a is small.
-Chebyshev interpolation in 50 digits, so the result is within a small factor of the minimax.
+exp(r) on |r| <= ln(2) / 2, and the ratio R(a) = exp(a^2 / 2) * Phi(-a), Phi the distribution
+function of the standard normal, as a polynomial in s = a / (a + k) for a in [0, bound] (a change of
+variable in the manner of Shepherd and Laframboise, Math. Comp. 36 (1981) 249-253). Chebyshev
+interpolation in 50 digits, so the result is within a small factor of the minimax.
 
 Run: python scripts/fit_math_constants.py > csrc/common/math_constants.h   (needs mpmath)
 """
@@ -15,25 +14,18 @@ import mpmath as mp
 
 mp.mp.dps = 50
 Function = Callable[[mp.mpf], mp.mpf]
-# type, suffix of names, degree of exp, k and degree of the tail: the smallest that fit to half a
-# unit in the last place of the type.
-TYPES = (("float", "F", 6, 3.5, 10), ("double", "D", 11, 5.0, 22))
+# Type, suffix of the names, degree of exp, k, bound and degree of R: about the smallest that fit to
+# half a unit in the last place where the tail matters. From the bound on, exp(-a^2 / 2) is 0.
+TYPES = (("float", "F", 6, 3.5, 13.25, 8), ("double", "D", 11, 5.0, 38.5, 20))
 
 
-def mills_function(k: float) -> Function:
-    """Return s -> (1 + a / k) * exp(a^2 / 2) * Phi(-a) with a = k s / (1 - s)."""
+def normal_ratio(k: float) -> Function:
+    """Return s -> exp(a^2 / 2) * Phi(-a) with a = k s / (1 - s)."""
 
     def function(s: mp.mpf) -> mp.mpf:
         a = k * s / (1 - s)
         u = a / mp.sqrt(2)
-        if u < 25:
-            return (1 + a / k) * mp.exp(u * u) * mp.erfc(u) / 2
-        total, term, n = mp.mpf(0), mp.mpf(1), 0
-        while abs(term) > mp.mpf(10) ** -45:  # asymptotic series of erfc
-            total += term
-            term *= -(2 * n + 1) / (2 * u * u)
-            n += 1
-        return (1 + a / k) * total / (2 * u * mp.sqrt(mp.pi))
+        return mp.exp(u * u) * mp.erfc(u) / 2
 
     return function
 
@@ -86,12 +78,14 @@ def main() -> None:
         "// Made by scripts/fit_math_constants.py; checked by csrc/tests/math_test.cpp. Do not edit."
     )
     print("#pragma once\n\nnamespace tpkernels {\n")
-    for real, suffix, exp_degree, k, mills_degree in TYPES:
+    for real, suffix, exp_degree, k, bound, ratio_degree in TYPES:
         half_ln2 = mp.log(2) / 2
         emit(real, f"kExpPoly{suffix}", mp.exp, -half_ln2, half_ln2, exp_degree)
-        emit(real, f"kMillsPoly{suffix}", mills_function(k), mp.mpf(0), mp.mpf(1), mills_degree)
-        literal = f"{k}f" if real == "float" else f"{k}"
-        print(f"inline constexpr {real} kMillsShift{suffix} = {literal};\n")
+        top = mp.mpf(bound) / (bound + k)
+        emit(real, f"kNormalPoly{suffix}", normal_ratio(k), mp.mpf(0), top, ratio_degree)
+        f = "f" if real == "float" else ""
+        print(f"inline constexpr {real} kNormalShift{suffix} = {k}{f};")
+        print(f"inline constexpr {real} kNormalBound{suffix} = {bound}{f};\n")
     print("}  // namespace tpkernels")
 
 

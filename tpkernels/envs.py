@@ -55,7 +55,7 @@ def native() -> bool:
 
 def timeout() -> float:
     """Seconds a collective may take before the waiting rank raises (``TPKERNELS_TIMEOUT``)."""
-    text = os.environ.get("TPKERNELS_TIMEOUT", "300")
+    text = os.environ.get("TPKERNELS_TIMEOUT") or "300"
     try:
         seconds = float(text)
     except ValueError:

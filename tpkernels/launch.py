@@ -44,8 +44,8 @@ def prepare_rank() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def start_ranks(arguments: list[str], nproc: int) -> int:
-    """Run `python -m tpkernels ARGUMENTS` on `nproc` ranks of this machine; return exit status.
+def start_ranks(command: list[str], nproc: int) -> int:
+    """Run `python -m COMMAND` on `nproc` ranks of this machine, and return the exit status.
 
     Each rank gets `max(1, cores // nproc)` threads unless `OMP_NUM_THREADS` says otherwise.
     """
@@ -54,6 +54,8 @@ def start_ranks(arguments: list[str], nproc: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    # Ranks share the cores: a thread that spins while it waits would take one from another rank.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if sys.platform.startswith("linux"):
         # All ranks are on this machine, whose host name need not resolve.
@@ -61,9 +63,9 @@ def start_ranks(arguments: list[str], nproc: int) -> int:
     os.environ[_LAUNCHED] = "1"
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={nproc}"]
-    parsed = run.parse_args([*options, "-m", "tpkernels"])
+    parsed = run.parse_args([*options, "-m", command[0]])
     # Past its parser, which would take `--nproc` for an abbreviation of its own option.
-    parsed.training_script_args = arguments
+    parsed.training_script_args = command[1:]
     try:
         run.run(parsed)
     except ChildFailedError as error:

@@ -106,22 +106,31 @@ def vector_jacobian(
         )
 
 
-def check_gemm(op: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+def check_gemm(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    weight_name: str = "weight",
+    bias_name: str = "bias",
+) -> None:
     """Raise :class:`ConfigError` unless x [..., K], weight [N, K], bias [N] fit each other."""
     if weight.dim() != 2:
         raise ConfigError(
-            f"{op}: weight must be [N, K], got {weight.dim()}-D {tuple(weight.shape)}"
+            f"{op}: {weight_name} must be [N, K], got {weight.dim()}-D {tuple(weight.shape)}"
         )
     if x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ConfigError(
-            f"{op}: x must be [..., K] with K={weight.shape[1]} as weight {tuple(weight.shape)} "
-            f"[N, K] says, got {tuple(x.shape)}"
+            f"{op}: x must be [..., K] with K={weight.shape[1]} as {weight_name} "
+            f"{tuple(weight.shape)} [N, K] says, got {tuple(x.shape)}. A weight kept as [K, N] is "
+            "passed as its .t()"
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ConfigError(
-            f"{op}: bias must be [N] with N={weight.shape[0]}, got {tuple(bias.shape)}"
+            f"{op}: {bias_name} must be [N] with N={weight.shape[0]}, got {tuple(bias.shape)}"
         )
-    check_dtypes(op, x=x, weight=weight, bias=bias)
+    check_dtypes(op, **{"x": x, weight_name: weight, bias_name: bias})
 
 
 def check_dtypes(op: str, **tensors: Tensor | None) -> None:
@@ -131,7 +140,9 @@ def check_dtypes(op: str, **tensors: Tensor | None) -> None:
     for name, tensor in given.items():
         if tensor.dtype not in DTYPES:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-            raise ConfigError(f"{op}: {name} has dtype {tensor.dtype}; allowed: {allowed}")
+            raise ConfigError(
+                f"{op}: {name} has dtype {tensor.dtype}; allowed: {allowed}. Fix: {name}.float()"
+            )
         if tensor.dtype is not first.dtype:
             raise ConfigError(
                 f"{op}: {name} is {tensor.dtype} but {first_name} is {first.dtype}; all tensors "

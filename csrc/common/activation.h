@@ -23,30 +23,40 @@ struct ValueAndSlope {
   C slope;
 };
 
+// gelu, gelu_tanh and silu are x * g(x) with g(x) + g(-x) = 1. So with m = |x| and q = g(-m),
+// act(x) = max(x, 0) - m * q, and act'(x) = d where x < 0 and 1 - d elsewhere, with d = act'(-m):
+// no cancellation below 0, and large m, infinity too, may be bounded where q is 0.
+template <typename C>
+TPK_INLINE ValueAndSlope<C> from_lower_half(C x, C m, C q, C d) {
+  const C positive = C(0) > x ? C(0) : x;
+  return {positive - m * q, x < C(0) ? d : C(1) - d};
+}
+
 // Both at once: what is not used is removed by the compiler. A NaN has a NaN value.
 template <Activation A, typename C>
 TPK_INLINE ValueAndSlope<C> activation(C x) {
   if constexpr (A == Activation::kNone) {
     return {x, C(1)};
   } else if constexpr (A == Activation::kGelu) {
-    const Normal<C> n = normal(x);
-    return {x * n.cdf, n.cdf + x * n.pdf};
+    const C m = bounded_magnitude(x, MathConstants<C>::kNormalBound);
+    const Normal<C> n = normal(m);
+    return from_lower_half(x, m, n.tail, n.tail - m * n.density);
   } else if constexpr (A == Activation::kGeluTanh) {
-    // (1 + tanh(u)) / 2 is the logistic function of 2u. Beyond |x| = 32 its slope is 0: the bound
-    // only keeps 0 * infinity away.
-    const C square = x * x;
-    const C bounded = square > C(1024) ? C(1024) : square;
-    const Logistic<C> s = logistic(C(2) * kSqrt2OverPi<C> * x * (C(1) + kGeluCubic<C> * square));
-    const C inner_slope = C(2) * kSqrt2OverPi<C> * (C(1) + C(3) * kGeluCubic<C> * bounded);
-    return {x * s.value, s.value + x * s.value * s.complement * inner_slope};
+    // (1 + tanh(u)) / 2 is the logistic function of 2u; at m = 32, exp(2u) is past either range.
+    const C m = bounded_magnitude(x, C(32));
+    const C square = m * m;
+    const Logistic<C> s = logistic(C(2) * kSqrt2OverPi<C> * m * (C(1) + kGeluCubic<C> * square));
+    const C slope_2u = C(2) * kSqrt2OverPi<C> * (C(1) + C(3) * kGeluCubic<C> * square);
+    return from_lower_half(x, m, s.lower, s.lower * (C(1) - m * s.upper * slope_2u));
   } else if constexpr (A == Activation::kSilu) {
-    const Logistic<C> s = logistic(x);
-    return {x * s.value, s.value * (C(1) + x * s.complement)};
+    const C m = bounded_magnitude(x, C(1024));
+    const Logistic<C> s = logistic(m);
+    return from_lower_half(x, m, s.lower, s.lower * (C(1) - m * s.upper));
   } else if constexpr (A == Activation::kRelu) {
-    return {x < C(0) ? C(0) : x, x <= C(0) ? C(0) : C(1)};
+    return {C(0) > x ? C(0) : x, x <= C(0) ? C(0) : C(1)};
   } else {
     static_assert(A == Activation::kRelu2);
-    const C positive = x < C(0) ? C(0) : x;
+    const C positive = C(0) > x ? C(0) : x;
     return {positive * positive, C(2) * positive};
   }
 }

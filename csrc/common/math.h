@@ -24,8 +24,9 @@ struct MathConstants<float> {
   static constexpr float kLn2High = 0.693359375f;  // Cody-Waite split of ln 2: 9 bits, and the rest
   static constexpr float kLn2Low = -2.12194440e-4f;
   static constexpr auto& kExpPoly = kExpPolyF;
-  static constexpr auto& kMillsPoly = kMillsPolyF;
-  static constexpr float kMillsShift = kMillsShiftF;
+  static constexpr auto& kNormalPoly = kNormalPolyF;
+  static constexpr float kNormalShift = kNormalShiftF;
+  static constexpr float kNormalBound = kNormalBoundF;
 };
 
 template <>
@@ -37,8 +38,9 @@ struct MathConstants<double> {
   static constexpr double kLn2High = 6.93145751953125e-1;
   static constexpr double kLn2Low = 1.42860682030941723212e-6;
   static constexpr auto& kExpPoly = kExpPolyD;
-  static constexpr auto& kMillsPoly = kMillsPolyD;
-  static constexpr double kMillsShift = kMillsShiftD;
+  static constexpr auto& kNormalPoly = kNormalPolyD;
+  static constexpr double kNormalShift = kNormalShiftD;
+  static constexpr double kNormalBound = kNormalBoundD;
 };
 
 template <typename C>
@@ -63,60 +65,56 @@ TPK_INLINE C horner(const C (&coefficients)[N], C t) {
   return horner(coefficients, t, std::make_integer_sequence<int, N - 1>{});
 }
 
+// min(|x|, bound); NaN stays NaN.
 template <typename C>
-TPK_INLINE C magnitude_of(C x) {
-  return x < C(0) ? -x : x;
+TPK_INLINE C bounded_magnitude(C x, C bound) {
+  using K = MathConstants<C>;
+  constexpr typename K::Bits kSign = typename K::Bits{1} << (sizeof(C) * 8 - 1);
+  const C magnitude = std::bit_cast<C>(std::bit_cast<typename K::Bits>(x) & ~kSign);
+  return bound < magnitude ? bound : magnitude;
 }
 
-// exp(z) for z <= 0, within 2 units in the last place; 0 where the result is not a normal number.
-// NaN gives NaN.
+// exp(z) for -2^20 < z <= 0, within 2 units in the last place; 0 where the result is not a normal
+// number. NaN gives NaN.
 template <typename C>
 TPK_INLINE C exp_nonpositive(C z) {
   using K = MathConstants<C>;
-  const C clamped = z < K::kExpMin ? K::kExpMin : z;
-  const C shifted = clamped * kLog2E<C> + K::kRound;
+  const C shifted = z * kLog2E<C> + K::kRound;
   const C n = shifted - K::kRound;
-  const C r = (clamped - n * K::kLn2High) - n * K::kLn2Low;
+  const C r = (z - n * K::kLn2High) - n * K::kLn2Low;
   const auto scale_bits = std::bit_cast<typename K::Bits>(shifted) << K::kMantissaBits;
   const C value = horner(K::kExpPoly, r) * std::bit_cast<C>(scale_bits);
   return z < K::kExpMin ? C(0) : value;
 }
 
-// 1 / (1 + exp(-x)), and its complement without cancellation.
+// 1 / (1 + exp(m)) and 1 / (1 + exp(-m)) for 0 <= m < 2^20.
 template <typename C>
 struct Logistic {
-  C value;
-  C complement;
+  C lower;
+  C upper;
 };
 
 template <typename C>
-TPK_INLINE Logistic<C> logistic(C x) {
-  const C e = exp_nonpositive(-magnitude_of(x));
-  const C near = C(1) / (C(1) + e);
-  const C far = e * near;
-  return x < C(0) ? Logistic<C>{far, near} : Logistic<C>{near, far};
+TPK_INLINE Logistic<C> logistic(C m) {
+  const C e = exp_nonpositive(-m);
+  const C upper = C(1) / (C(1) + e);
+  return {e * upper, upper};
 }
 
-// Distribution function and density of the standard normal: Phi(x) = (1 + erf(x / sqrt 2)) / 2.
-// Small relative error also in the lower tail, where 1 + erf cancels.
+// Lower tail Phi(-a) and density of the standard normal for 0 <= a <= kNormalBound. The tail's
+// relative error stays small, where 1 - erf(a / sqrt 2) would cancel; it is exact for a near 0.
 template <typename C>
 struct Normal {
-  C cdf;
-  C pdf;
+  C tail;
+  C density;
 };
 
 template <typename C>
-TPK_INLINE Normal<C> normal(C x) {
+TPK_INLINE Normal<C> normal(C a) {
   using K = MathConstants<C>;
-  const C magnitude = magnitude_of(x);
-  // The tail is 0 from 38.5 on (13.2 for fp32): the bound only keeps infinity * 0 away.
-  const C a = magnitude > C(64) ? C(64) : magnitude;
   const C e = exp_nonpositive(C(-0.5) * a * a);
-  const C r = C(1) / (a + K::kMillsShift);
-  const C s = a * r;
-  // k / (a + k) = 1 - s: the product is Phi(-a).
-  const C tail = e * (K::kMillsShift * r) * horner(K::kMillsPoly, s);
-  return {x < C(0) ? tail : C(1) - tail, kInvSqrt2Pi<C> * e};
+  const C s = a / (a + K::kNormalShift);
+  return {e * horner(K::kNormalPoly, s), kInvSqrt2Pi<C> * e};
 }
 
 }  // namespace tpkernels

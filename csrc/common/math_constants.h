@@ -8,13 +8,13 @@ inline constexpr float kExpPolyF[] = {
     1.39411084e-3f, 8.3751264e-3f, 4.16663529e-2f, 1.66664155e-1f,
     5.00000005e-1f, 1.00000004f,   1.0f,
 };
-// Largest relative error of the fit: 1.1e-8.
-inline constexpr float kMillsPolyF[] = {
-    -1.45603699e-2f, 7.78684847e-2f, -1.53492693e-1f, 1.16281563e-1f,
-    -1.7180884e-2f,  7.60726019e-2f, -1.42214889e-1f, -2.02360225e-1f,
-    7.69866983e-1f,  -8.9629706e-1f, 4.99999996e-1f,
+// Largest relative error of the fit: 3.3e-7.
+inline constexpr float kNormalPolyF[] = {
+    4.1278885e-2f,   -1.18390518e-1f, 3.54195085e-2f, 1.76412152e-1f, 6.86483148e-2f,
+    -9.73245059e-1f, 1.6662279f,      -1.39629867f,   5.00000003e-1f,
 };
-inline constexpr float kMillsShiftF = 3.5f;
+inline constexpr float kNormalShiftF = 3.5f;
+inline constexpr float kNormalBoundF = 13.25f;
 
 // Largest relative error of the fit: 4.2e-18.
 inline constexpr double kExpPolyD[] = {
@@ -31,15 +31,16 @@ inline constexpr double kExpPolyD[] = {
     1.0,
     1.0,
 };
-// Largest relative error of the fit: 4.7e-17.
-inline constexpr double kMillsPolyD[] = {
-    -6.850298877882599e-4,  7.7466085302496943e-3,  -3.9797770225195138e-2, 1.2262307879794882e-1,
-    -2.5276774157465614e-1, 3.7091530046359694e-1,  -4.0767286384627678e-1, 3.5154246099505445e-1,
-    -2.387015207372335e-1,  1.1733052824561279e-1,  -4.9655281148912458e-2, 4.5209276910337113e-2,
-    -2.5598511030251544e-3, -8.4916579344902326e-2, -1.324807475511585e-2,  3.0210167248533349e-1,
-    -1.5010451367572262e-1, -9.9998213498860289e-1, 2.5932743195633319,     -3.3567292226001642,
-    2.7605771959835681,     -1.4947114020071514,    4.9999999999999999e-1,
+// Largest relative error of the fit: 1.2e-15.
+inline constexpr double kNormalPolyD[] = {
+    1.6124763262936474e-3,  -1.399707862152165e-2,  5.3419852537114492e-2, -1.1705625478869799e-1,
+    1.638943001242331e-1,   -1.6258844325599548e-1, 1.3437952234625641e-1, -8.942821841925785e-2,
+    1.2850273633552189e-2,  1.1506158221422272e-2,  9.2081202132684248e-2, -7.3725150759876085e-2,
+    -3.1501165838990043e-1, 4.5216385582408598e-1,  8.4988154594690782e-1, -3.5932567135846372,
+    5.9500035536607033,     -6.1173064188983604,    4.2552885979953103,    -1.9947114020071782,
+    5.0000000000000001e-1,
 };
-inline constexpr double kMillsShiftD = 5.0;
+inline constexpr double kNormalShiftD = 5.0;
+inline constexpr double kNormalBoundD = 38.5;
 
 }  // namespace tpkernels

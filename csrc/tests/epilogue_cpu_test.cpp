@@ -154,19 +154,32 @@ TPK_TEST(in_place_and_split) {
   });
 }
 
-// A NaN anywhere stays where it is and goes nowhere else; infinities do as the definition says.
+// A NaN stays where it is and goes nowhere else; infinities and huge numbers go to their limits.
 TPK_TEST(not_finite) {
   for_each_case([](const EpilogueKernels& kernels, Activation act) {
-    std::vector<float> in(40, 0.5f), out(40);
+    std::vector<float> in(40, 0.5f), y(40), slope(40), ones(40, 1.0f);
     in[7] = NAN;
     in[20] = INFINITY;
-    kernels.bias_act({in.data(), nullptr, nullptr, out.data(), 40, DType::kFloat32, act}, 0, 1);
+    in[21] = -INFINITY;
+    in[22] = -1e30f;
+    kernels.bias_act({in.data(), nullptr, nullptr, y.data(), 40, DType::kFloat32, act}, 0, 1);
+    kernels.act_grad({ones.data(), in.data(), slope.data(), 40, DType::kFloat32, act}, 0, 1);
+    const auto check = [&](int i, float value, float expected, const char* what) {
+      CHECK(value == expected, "%s act %d element %d: %s is %g, not %g", kernels.isa,
+            static_cast<int>(act), i, what, static_cast<double>(value),
+            static_cast<double>(expected));
+    };
     for (int i = 0; i < 40; ++i) {
-      CHECK(std::isnan(out[i]) == (i == 7), "%s act %d element %d: %g", kernels.isa,
-            static_cast<int>(act), i, static_cast<double>(out[i]));
+      CHECK(std::isnan(y[i]) == (i == 7), "%s act %d element %d: %g", kernels.isa,
+            static_cast<int>(act), i, static_cast<double>(y[i]));
     }
-    CHECK(out[20] == INFINITY, "%s act %d: act(infinity) = %g", kernels.isa, static_cast<int>(act),
-          static_cast<double>(out[20]));
+    check(20, y[20], INFINITY, "act(infinity)");
+    if (act == Activation::kNone) return;
+    check(20, slope[20], act == Activation::kRelu2 ? INFINITY : 1.0f, "act'(infinity)");
+    for (const int i : {21, 22}) {
+      check(i, y[i], 0.0f, "act below");
+      check(i, slope[i], 0.0f, "act' below");
+    }
   });
 }
 

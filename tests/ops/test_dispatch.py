@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 
 from tests.ops.samples import ACTIVATIONS, OPS, assert_equal
@@ -12,7 +13,6 @@ from tpkernels.testing import assert_two_times
 
 pytestmark = pytest.mark.usefixtures("implementation")
 by_name = pytest.mark.parametrize("op", OPS, ids=str)
-FORWARD_OPS = [op for op in OPS if op.optional]
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-def value_and_gradients(call, op, tensors):
+def value_and_gradients(call, tensors):
     inputs = [t.detach().requires_grad_() for t in tensors]
     outputs = call(*inputs)
     loss = sum((y * (i + 1)).sum() for i, y in enumerate(outputs))
@@ -37,23 +37,33 @@ def test_compiled_in_one_graph_equals_eager(op):
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     tensors = op.normals((4,), 3, 5)
     assert_equal(
-        value_and_gradients(compiled, op, tensors), value_and_gradients(call, op, tensors)
+        value_and_gradients(compiled, tensors), value_and_gradients(call, tensors)
     )
     with torch.no_grad():
         assert_equal(compiled(*tensors), call(*tensors))
 
 
-@pytest.mark.parametrize("op", FORWARD_OPS[::2], ids=str)
-def test_compiled_by_inductor_with_dynamic_shapes(op):
-    def call(*tensors):
-        return tuple(torch.sin(y) for y in op.run(tensors, "silu"))
+@by_name
+def test_compiled_once_serves_every_batch_size(op):
+    counts = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda *tensors: op.run(tensors, "silu"), backend=counts, fullgraph=True, dynamic=True
+    )
+    for lead in ((4,), (7,), (9,)):
+        tensors = op.normals(lead, 3, 5)
+        assert_equal(compiled(*tensors), op.run(tensors, "silu"))
+    assert counts.frame_count == 1
 
-    compiled = torch.compile(call, fullgraph=True, dynamic=True)
-    for lead in ((4,), (7,)):
-        tensors = op.normals(lead, 3, 5, torch.float64)
-        torch.testing.assert_close(
-            value_and_gradients(compiled, op, tensors), value_and_gradients(call, op, tensors)
-        )
+
+def test_compiled_by_inductor():
+    def call(x, weight):
+        return (ops.gemm_act(x, weight, None, "silu"),)
+
+    tensors = OPS[0].normals((4,), 3, 5)[:2]
+    compiled = torch.compile(call, fullgraph=True)
+    assert_equal(
+        value_and_gradients(compiled, tensors), value_and_gradients(call, tensors)
+    )
 
 
 def test_compiled_calls_the_op_and_not_a_decomposition():

@@ -21,7 +21,8 @@ from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.errors import AgreementError
 
 CHECKED_CALLS = 2  # how many calls "first" covers: the first, and one with warm state
-_WEIGHTS = 1021  # a prime period of position weights, so that swapped values are seen
+_BLOCK = 1024  # words summed together; their sums are weighted by place, along both sides
+_WEIGHTS = 1021  # a prime period of the weights, so that equal blocks do not line up
 _FIELDS = ("number of dimensions", "shape", "dtype", "values")
 
 
@@ -82,19 +83,33 @@ def _fingerprint(value: Tensor | None) -> Tensor:
         zlib.crc32(repr(tuple(value.shape)).encode()),
         zlib.crc32(str(value.dtype).encode()),
     ]
-    return torch.tensor([*header, _checksum(value)], dtype=torch.int64)
+    checksum = (_checksum(value) + 2**63) % 2**64 - 2**63  # as int64 arithmetic wraps
+    return torch.tensor([*header, checksum], dtype=torch.int64)
 
 
 def _checksum(value: Tensor) -> int:
+    """A checksum of the bits, at memory speed, in which a value's place counts."""
     if value.numel() == 0 or value.is_meta:
         return 0
-    if value.is_complex():
-        value = torch.view_as_real(value)
-    bits = value.contiguous().view(-1)
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]
-    numbers = bits.view(width).to(torch.int64)
-    positions = torch.arange(numbers.numel(), device=numbers.device) % _WEIGHTS + 1
-    return int((numbers * positions).sum())
+    words, tail = _words(value)
+    blocks = words[: words.numel() // _BLOCK * _BLOCK].view(-1, _BLOCK)
+    rest = torch.cat([words[blocks.numel() :], tail])
+    return sum(_weighted(sums) for sums in (blocks.sum(0), blocks.sum(1), rest))
+
+
+def _words(value: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits as int64 words, and what is left over."""
+    raw = value.contiguous().view(-1).view(torch.uint8)
+    whole = raw.numel() // 8 * 8
+    words = raw[:whole]
+    if words.storage_offset() % 8:
+        words = words.clone()
+    return words.view(torch.int64), raw[whole:].to(torch.int64)
+
+
+def _weighted(sums: Tensor) -> int:
+    positions = torch.arange(sums.numel(), device=sums.device) % _WEIGHTS + 1
+    return int((sums * positions).sum())
 
 
 class InputCheck:

@@ -98,7 +98,7 @@ def all_gather(tensor: Tensor, sizes: list[int], dim: int, group_name: str) -> T
     """
     group = group_by_name(group_name)
     if group is None:
-        return tensor.contiguous()
+        return tensor.clone(memory_format=torch.contiguous_format)
     most = max(sizes)
     rows = tensor.movedim(dim, 0)
     padded = rows.contiguous()
@@ -118,7 +118,7 @@ def reduce_scatter(tensor: Tensor, sizes: list[int], dim: int, group_name: str) 
     """The sum over the group, of which rank r keeps ``sizes[r]`` rows along ``dim``."""
     group = group_by_name(group_name)
     if group is None:
-        return tensor.contiguous()
+        return tensor.clone(memory_format=torch.contiguous_format)
     most, rank = max(sizes), group.rank()
     rows = tensor.movedim(dim, 0)
     if all(size == most for size in sizes):

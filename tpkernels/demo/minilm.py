@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import tpkernels
 from tpkernels.demo import timing
 from tpkernels.demo.packages import MINILM
-from tpkernels.demo.session import Check, Outcome, Session, error_check
+from tpkernels.demo.session import Check, Outcome, Session, counted, error_check
 from tpkernels.errors import ConfigError
 from tpkernels.testing.comparison import max_relative_error
 
@@ -103,13 +103,14 @@ def demo(session: Session) -> Outcome:
     def hidden(encoder: nn.Module) -> Tensor:
         return encoder(**inputs).last_hidden_state
 
+    with session.step(f"parallelize over {counted(session.world_size, 'rank')}"):
+        parallel = copy.deepcopy(dense)
+        report = tpkernels.parallelize(parallel, session.group)
+    session.say(str(report))
+
     with torch.inference_mode():
         with session.step("dense run"):
             expected = session.from_rank_0(_references(session, dense, inputs))
-        with session.step(f"parallelize over {session.world_size} ranks"):
-            parallel = copy.deepcopy(dense)
-            report = tpkernels.parallelize(parallel, session.group)
-        session.say(str(report))
         with session.step("tensor-parallel run"):
             ours = hidden(parallel)
         dense_hidden, exact_hidden = expected
@@ -124,7 +125,7 @@ def demo(session: Session) -> Outcome:
                 report.dense_bytes,
                 report.parameter_bytes,
             )
-            timing.measure(session, variants, session.repeat)
+            timing.measure(session, variants)
     tokens = int(mask.sum())
     session.say("\n" + timing.table(f"{len(sentences)} sentences, {tokens} tokens", variants))
     outcome.facts["timings"] = timing.as_rows(variants)

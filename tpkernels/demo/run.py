@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     if options.nproc == 1 or launch.inside_rank():
         launch.prepare_rank()
         return _rank_main(options, models, left_out)
-    return launch.start_ranks(["demo", *argv], options.nproc)
+    return launch.start_ranks(["tpkernels", "demo", *argv], options.nproc)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         help="sentences or prompts in a run (default: 16 sentences, 4 prompts)",
     )
     parser.add_argument(
-        "--repeat", type=_positive, default=10, help="timed runs of each variant (default: 10)"
+        "--repeat",
+        type=_positive,
+        help="timed runs of each variant (default: 10, or what a few seconds allow)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     return parser
@@ -128,15 +130,15 @@ def _rank_main(options: argparse.Namespace, models: list[ModelPackage], left_out
 def _run(options: argparse.Namespace, models: list[ModelPackage], left_out: list[str]) -> int:
     import importlib
 
-    from tpkernels.demo.session import Session
+    from tpkernels.demo.session import Session, counted
 
     dtype = _DTYPES[options.dtype]
     outcomes = []
     session = Session.start(options.device, dtype, options.batch, options.repeat)
     session.say(
         f"tpkernels {tpkernels.__version__}, torch {torch.__version__}: "
-        f"{session.world_size} rank(s) on {options.device}, {options.dtype}, "
-        f"{torch.get_num_threads()} thread(s) a rank"
+        f"{counted(session.world_size, 'rank')} on {options.device}, {options.dtype}, "
+        f"{counted(torch.get_num_threads(), 'thread')} a rank"
     )
     for model in models:
         demo = importlib.import_module(f"tpkernels.demo.{model.name}").demo

@@ -18,16 +18,18 @@ from tpkernels.testing.comparison import max_relative_error
 
 @dataclass(frozen=True)
 class Session:
-    """One rank's view of a run of the demo; `batch` is None for each model's own."""
+    """One rank's view of a run of the demo; None in `batch` or `repeat` leaves it to the model."""
 
     group: dist.ProcessGroup
     device: torch.device
     dtype: torch.dtype
     batch: int | None
-    repeat: int
+    repeat: int | None
 
     @staticmethod
-    def start(device_type: str, dtype: torch.dtype, batch: int | None, repeat: int) -> Session:
+    def start(
+        device_type: str, dtype: torch.dtype, batch: int | None, repeat: int | None
+    ) -> Session:
         """Join the other ranks (a plain `python` is a world of one)."""
         mesh = tpkernels.init_mesh(tp=_world_size(), device_type=device_type)
         group = mesh["tp"].get_group()
@@ -75,6 +77,11 @@ class Session:
         return differs == 0.0
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -94,6 +101,8 @@ class Check:
 
     def __str__(self) -> str:
         verdict = "OK" if self.passed else "FAILED"
+        if self.limit == 0:  # a count
+            return f"{self.name}: {self.value:g}  (must be 0)  {verdict}"
         reason = f" = {self.reason}" if self.reason else ""
         return f"{self.name}: {self.value:.1e}  (limit {self.limit:.1e}{reason})  {verdict}"
 

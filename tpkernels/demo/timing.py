@@ -6,6 +6,7 @@ them. The dense model runs on rank 0 while the other ranks sleep in a barrier.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,13 @@ from statistics import quantiles
 import torch
 import torch.distributed as dist
 
-from tpkernels.demo.session import Session
+from tpkernels.demo.session import Session, counted
 
-WARM_UP = 3
+WARM_UP = 1  # beside the runs whose results are compared
+# Enough for a median; more where time allows.
+DEFAULT_REPEAT = 10
+BUDGET_SECONDS = 5.0
+LEAST_REPEAT = 3
 
 
 @dataclass
@@ -56,22 +61,31 @@ def dense_and_parallel(
 ) -> list[Variant]:
     """The variants to compare: dense on one rank's threads, on all ranks' threads, and parallel."""
     threads, world = torch.get_num_threads(), session.world_size
+    all_threads = min(threads * world, os.cpu_count() or 1)
     on_cpu = session.device.type == "cpu"
-    named = f"tensor-parallel, {world} rank{'s' if world > 1 else ''}"
+    named = f"tensor-parallel, {counted(world, 'rank')}"
     variants = [Variant("dense, 1 rank", dense, False, threads, dense_bytes)]
-    if on_cpu and world > 1:
-        variants.append(Variant("dense, 1 rank", dense, False, threads * world, dense_bytes))
+    if on_cpu and all_threads > threads:
+        variants.append(Variant("dense, 1 rank", dense, False, all_threads, dense_bytes))
     variants.append(Variant(named, parallel, True, threads, parallel_bytes))
     if on_cpu:
         for variant in variants:
-            variant.name += f" x {variant.threads} thread{'s' if variant.threads > 1 else ''}"
+            variant.name += f" x {counted(variant.threads, 'thread')}"
     return variants
 
 
-def measure(session: Session, variants: Sequence[Variant], repeat: int) -> None:
-    """Fill in `seconds` of every variant, `repeat` times in turn after a warm-up."""
+def measure(session: Session, variants: Sequence[Variant]) -> None:
+    """Fill in `seconds` of every variant, all in turn, `session.repeat` times after a warm-up.
+
+    Without `session.repeat` it is `DEFAULT_REPEAT` times, or as often as `BUDGET_SECONDS` allow.
+    """
     threads = torch.get_num_threads()
-    for turn in range(WARM_UP + repeat):
+    start = time.monotonic()
+    for turn in range(WARM_UP + (session.repeat or DEFAULT_REPEAT)):
+        (elapsed,) = session.largest([time.monotonic() - start])  # so that all ranks decide alike
+        late = session.repeat is None and elapsed > BUDGET_SECONDS
+        if late and turn >= WARM_UP + LEAST_REPEAT:
+            break
         for variant in variants:
             dist.barrier(group=session.group)
             seconds = 0.0
@@ -87,6 +101,7 @@ def measure(session: Session, variants: Sequence[Variant], repeat: int) -> None:
 
 def table(title: str, variants: Sequence[Variant]) -> str:
     """A table of the variants, the first being what the others are compared with."""
+    title += f" ({counted(len(variants[0].seconds), 'run')})"
     width = max(len(title), *(len(variant.name) for variant in variants))
     header = f"{title:<{width}}  {'p20 ms':>8}  {'p50 ms':>8}  {'p80 ms':>8}  {'ratio':>6}"
     lines = [f"{header}  {'MB a rank':>9}", "-" * (len(header) + 11)]

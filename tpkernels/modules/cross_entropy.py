@@ -24,32 +24,37 @@ from tpkernels.shard_spec import chunk_sizes
 
 def _forward(
     logits: Tensor, target: Tensor, start: int, vocab_size: int, smoothing: float, group_name: str
-) -> tuple[Tensor, Tensor]:
-    """(loss [T], log of the partition sum [T]) in fp32 (fp64 for fp64) of logits [T, V_r]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, top, log of the sum of exp(logits - top)), each [T], of logits [T, V_r].
+
+    In fp32 (fp64 for fp64). Everything is relative to the row's maximum ``top``, so that an
+    offset common to a row costs no digits.
+    """
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     floor = values.new_full((values.shape[0], 1), -torch.inf)
     top = all_reduce_max(torch.cat([values, floor], 1).amax(1), group_name)
+    shifted = values - top[:, None]
     held = (target >= start) & (target < start + logits.shape[1])
-    index = torch.where(held, target - start, 0)
     if logits.shape[1]:
-        own = values.gather(1, index[:, None]).squeeze(1)
+        index = torch.where(held, target - start, 0)
+        own = torch.where(held, shifted.gather(1, index[:, None]).squeeze(1), 0)
     else:
         own = torch.zeros_like(top)
-    sums = torch.stack(
-        [(values - top[:, None]).exp().sum(1), torch.where(held, own, 0), values.sum(1)]
-    )
-    total, at_target, all_logits = all_reduce(sums, group_name)
-    log_partition = total.log() + top
-    loss = log_partition - (1 - smoothing) * at_target - smoothing / vocab_size * all_logits
-    return loss, log_partition
+    # A masked-out logit is -inf: without smoothing it has no part in the loss.
+    everything = shifted.sum(1) if smoothing else torch.zeros_like(top)
+    sums = torch.stack([shifted.exp().sum(1), own, everything])
+    total, at_target, everything = all_reduce(sums, group_name)
+    log_sum = total.log()
+    loss = log_sum - (1 - smoothing) * at_target - smoothing / vocab_size * everything
+    return loss, top, log_sum
 
 
 def _fake(
     logits: Tensor, target: Tensor, start: int, vocab_size: int, smoothing: float, group_name: str
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(logits.dtype, torch.float32)
     loss = logits.new_empty(logits.shape[:1], dtype=dtype)
-    return loss, torch.empty_like(loss)
+    return loss, torch.empty_like(loss), torch.empty_like(loss)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -62,18 +67,18 @@ class _CrossEntropy(torch.autograd.Function):
         vocab_size: int,
         smoothing: float,
         group_name: str,
-    ) -> tuple[Tensor, Tensor]:
-        loss, log_partition = _op(logits, target, start, vocab_size, smoothing, group_name)
-        ctx.save_for_backward(logits, target, log_partition)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        loss, top, log_sum = _op(logits, target, start, vocab_size, smoothing, group_name)
+        ctx.save_for_backward(logits, target, top, log_sum)
         ctx.start, ctx.vocab_size, ctx.smoothing = start, vocab_size, smoothing
-        ctx.mark_non_differentiable(log_partition)
-        return loss, log_partition
+        ctx.mark_non_differentiable(top, log_sum)
+        return loss, top, log_sum
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-        logits, target, log_partition = ctx.saved_tensors
-        softmax = (logits.to(log_partition.dtype) - log_partition[:, None]).exp()
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        logits, target, top, log_sum = ctx.saved_tensors
+        softmax = (logits.to(top.dtype) - top[:, None] - log_sum[:, None]).exp()
         columns = torch.arange(logits.shape[1], device=logits.device) + ctx.start
         one_hot = (target[:, None] == columns).to(softmax.dtype)
         d = softmax - (1 - ctx.smoothing) * one_hot - ctx.smoothing / ctx.vocab_size
@@ -82,7 +87,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _autograd(
     logits: Tensor, target: Tensor, start: int, vocab_size: int, smoothing: float, group_name: str
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     args = (target, start, vocab_size, smoothing, group_name)
     if torch.is_grad_enabled() and logits.requires_grad:
         return _CrossEntropy.apply(logits, *args)
@@ -93,7 +98,7 @@ def _autograd(
 _op = define(
     "vocab_parallel_cross_entropy",
     "(Tensor logits, Tensor target, int start, int vocab_size, float smoothing, str group_name)"
-    " -> (Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor)",
     _forward,
     _fake,
     autograd=_autograd,
@@ -140,7 +145,7 @@ def vocab_parallel_cross_entropy(
     else:
         torch._assert_async(~outside.any())
     safe_target = torch.where(counts, flat_target, 0)
-    loss, _ = _op(rows(logits), safe_target, start, total, label_smoothing, group.name)
+    loss, _, _ = _op(rows(logits), safe_target, start, total, label_smoothing, group.name)
     loss = torch.where(counts, loss, 0)
     if reduction == "none":
         return loss.view(target.shape)

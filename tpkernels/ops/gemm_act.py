@@ -24,7 +24,8 @@ from tpkernels.library import (
 from tpkernels.reference.activation import check_activation
 
 
-def _check_dact(dy: Tensor, weight: Tensor, pre: Tensor) -> None:
+def _check_dact(dy: Tensor, weight: Tensor, pre: Tensor, act: str) -> None:
+    check_activation(act)
     if weight.dim() != 2 or dy.dim() < 1 or dy.shape[-1] != weight.shape[0]:
         raise ConfigError(
             f"gemm_dact: dy must be [..., N2] and weight [N2, N], got {tuple(dy.shape)} and "
@@ -173,19 +174,18 @@ _act_grad = define(
 
 def _gemm_dact_reference(dy: Tensor, weight: Tensor, pre: Tensor, act: str) -> Tensor:
     choice.require_servable(dy.device.type)
-    check_activation(act)
-    _check_dact(dy, weight, pre)
+    _check_dact(dy, weight, pre, act)
     return reference.gemm_dact(dy, weight, pre, act)
 
 
 def _gemm_dact_fake(dy: Tensor, weight: Tensor, pre: Tensor, act: str) -> Tensor:
-    check_activation(act)
-    _check_dact(dy, weight, pre)
+    _check_dact(dy, weight, pre, act)
     return torch.empty_like(pre, memory_format=torch.contiguous_format)
 
 
 def _gemm_dact_autograd(dy: Tensor, weight: Tensor, pre: Tensor, act: str) -> Tensor:
     if needs_grad(dy, weight, pre):  # a second derivative: the unfused form differentiates
+        _check_dact(dy, weight, pre, act)
         return act_grad(dy @ weight, pre, act)
     with torch._C._AutoDispatchBelowAutograd():
         return _gemm_dact(dy, weight, pre, act)

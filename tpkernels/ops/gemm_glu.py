@@ -36,9 +36,9 @@ def _check(
     act: str,
 ) -> None:
     check_activation(act)
-    check_gemm(op, x, w_gate, b_gate)
-    check_gemm(op, x, w_up, b_up)
     check_same_shape(op, w_gate=w_gate, w_up=w_up)
+    check_gemm(op, x, w_gate, b_gate, weight_name="w_gate", bias_name="b_gate")
+    check_gemm(op, x, w_up, b_up, weight_name="w_up", bias_name="b_up")
 
 
 # --- gemm_glu -------------------------------------------------------------------------------
@@ -241,6 +241,7 @@ def _gemm_dglu_autograd(
     dy: Tensor, weight: Tensor, gate: Tensor, up: Tensor, act: str
 ) -> tuple[Tensor, Tensor]:
     if needs_grad(dy, weight, gate, up):  # a second derivative: the unfused form differentiates
+        _check_dglu(dy, weight, gate, up, act)
         return glu_grad(dy @ weight, gate, up, act)
     with torch._C._AutoDispatchBelowAutograd():
         return _gemm_dglu(dy, weight, gate, up, act)

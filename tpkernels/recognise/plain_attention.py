@@ -73,6 +73,8 @@ def _match(
 ) -> AttentionStructure:
     out, outer_dropout = _output(traced)
     _check_module(traced)
+    if any(n.args != (traced.placeholders[0],) for n in traced.linears if n is not out):
+        raise NoAttention("its projections do not all read its first argument (cross attention?)")
     dropout = _inner_dropout(traced, core, out)
     mask = _mask_argument(traced, optional)
     if mask is not None and mask.trace is not traced:
@@ -292,8 +294,6 @@ def _candidates(
 ) -> Iterator[Roles]:
     """Assignments of the linear layers before the softmax to q, k and v that fit the widths."""
     before = [node for node in traced.linears if node is not out]
-    if any(node.args != (traced.placeholders[0],) for node in before):
-        raise NoAttention("its projections do not all read its first argument (cross attention?)")
     width = {str(n.target): leaf_features(traced.submodule(n))[1] for n in before}
     path = str(out.target)
     if len(width) == 1:

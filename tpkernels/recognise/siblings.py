@@ -36,7 +36,8 @@ def match_siblings(parent: nn.Module, scope: Scope) -> MLPStructure | None:
             continue
         for second_name, second in halves.items():
             lower = _begins_with_linear(second) if second is not first else None
-            if lower is None or not feeds(type(parent), first_name, second_name):
+            cls = type(parent)
+            if lower is None or not feeds(cls, first_name, second_name):  # type: ignore[arg-type]
                 continue
             width = leaf_features(first.get_submodule(upper.up))[1]
             if leaf_features(second.get_submodule(lower))[0] != width:

@@ -121,7 +121,8 @@ def evaluate(
     def compute(node: fx.Node) -> Any:
         if dropout_of(trace, node) is not None:
             return known[node.all_input_nodes[0]]
-        args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+        args: Any = fx.map_arg(node.args, known.__getitem__)
+        kwargs: Any = fx.map_arg(node.kwargs, known.__getitem__)
         match node.op:
             case "call_function":
                 if node.target is F.scaled_dot_product_attention:

@@ -110,6 +110,9 @@ class _Walk:
             for path, structure in matches:
                 part = module.get_submodule(path)
                 self.seen.add(part)
+                if isinstance(structure, MLPStructure):
+                    self._claim_or_explain(part, structure)
+                    continue
                 problem = self._claim(part, structure)
                 if problem is not None:
                     self._refuse(part, problem)
@@ -189,6 +192,8 @@ class _Walk:
         if isinstance(structure, MLPStructure):
             kind = "mlp"
         layers = {path: module.get_submodule(path) for path in structure.leaves}
+        if isinstance(structure, AttentionStructure) and structure.how == "mha":
+            layers["in_proj"] = module
         for path, layer in layers.items():
             problem = self.scope.sharing_problem(layer, module)
             if problem is not None:

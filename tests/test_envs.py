@@ -1,0 +1,41 @@
+"""Environment variables: read when needed, and a wrong value names the variable and the fix."""
+
+from __future__ import annotations
+
+import pytest
+
+from tpkernels import envs
+from tpkernels.errors import ConfigError
+
+READERS = {
+    "TPKERNELS_GEMM": (envs.gemm, "auto", "cpu"),
+    "TPKERNELS_OVERLAP": (envs.overlap, "auto", "chunked"),
+    "TPKERNELS_CHECK": (envs.check, "first", "always"),
+    "TPKERNELS_NATIVE": (envs.native, True, "0"),
+    "TPKERNELS_TIMEOUT": (envs.timeout, 300.0, "12.5"),
+}
+
+
+@pytest.mark.parametrize("variable", READERS)
+def test_default_set_empty_and_wrong(variable, monkeypatch):
+    read, default, other = READERS[variable]
+    monkeypatch.delenv(variable, raising=False)
+    assert read() == default
+    monkeypatch.setenv(variable, other)
+    assert str(read()) in (other, "False")
+    monkeypatch.setenv(variable, "")
+    assert read() == default  # as a shell script unsets it
+    monkeypatch.setenv(variable, "sometimes")
+    with pytest.raises(ConfigError, match=rf"{variable}='sometimes'.*allowed: .*Fix: "):
+        read()
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_a_time_limit_is_above_zero(seconds, monkeypatch):
+    monkeypatch.setenv("TPKERNELS_TIMEOUT", seconds)
+    with pytest.raises(ConfigError, match="allowed: a number of seconds greater than 0"):
+        envs.timeout()
+
+
+def test_the_table_names_every_variable():
+    assert all(f"``{variable}``" in envs.__doc__ for variable in READERS)
