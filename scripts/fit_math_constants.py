@@ -14,9 +14,14 @@ import mpmath as mp
 
 mp.mp.dps = 50
 Function = Callable[[mp.mpf], mp.mpf]
-# Type, suffix of the names, degree of exp, k, bound and degree of R: about the smallest that fit to
-# half a unit in the last place where the tail matters. From the bound on, exp(-a^2 / 2) is 0.
-TYPES = (("float", "F", 6, 3.5, 13.25, 8), ("double", "D", 11, 5.0, 38.5, 20))
+# Precision, C++ type, degree of exp, k, bound and degree of R: about the smallest that fit to half a
+# unit in the last place where the tail matters; for Half, to an eighth of fp16's. From the bound on,
+# exp(-a^2 / 2) is 0.
+PRECISIONS = (
+    ("Double", "double", 11, 5.0, 38.5, 20),
+    ("Float", "float", 6, 3.5, 13.25, 8),
+    ("Half", "float", 4, 3.0, 13.25, 5),
+)
 
 
 def normal_ratio(k: float) -> Function:
@@ -78,14 +83,15 @@ def main() -> None:
         "// Made by scripts/fit_math_constants.py; checked by csrc/tests/math_test.cpp. Do not edit."
     )
     print("#pragma once\n\nnamespace tpkernels {\n")
-    for real, suffix, exp_degree, k, bound, ratio_degree in TYPES:
+    for precision, real, exp_degree, k, bound, ratio_degree in PRECISIONS:
         half_ln2 = mp.log(2) / 2
-        emit(real, f"kExpPoly{suffix}", mp.exp, -half_ln2, half_ln2, exp_degree)
+        emit(real, f"kExpPoly{precision}", mp.exp, -half_ln2, half_ln2, exp_degree)
         top = mp.mpf(bound) / (bound + k)
-        emit(real, f"kNormalPoly{suffix}", normal_ratio(k), mp.mpf(0), top, ratio_degree)
-        f = "f" if real == "float" else ""
-        print(f"inline constexpr {real} kNormalShift{suffix} = {k}{f};")
-        print(f"inline constexpr {real} kNormalBound{suffix} = {bound}{f};\n")
+        emit(real, f"kNormalPoly{precision}", normal_ratio(k), mp.mpf(0), top, ratio_degree)
+        print(f"inline constexpr {real} kNormalShift{precision} = {literal(real, mp.mpf(k))};")
+        print(
+            f"inline constexpr {real} kNormalBound{precision} = {literal(real, mp.mpf(bound))};\n"
+        )
     print("}  // namespace tpkernels")
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from typing import NoReturn
 
 import tpkernels
+
+USAGE_ERROR = 2
 
 # name -> (module with main(argv) -> exit status, whether it needs torch, one line of help)
 COMMANDS = {
@@ -31,6 +34,9 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand and return its exit status."""
     arguments = sys.argv[1:] if argv is None else argv
+    if not arguments:
+        _parser().print_help(sys.stderr)
+        return USAGE_ERROR
     parsed = _parser().parse_args(arguments)
     module, needs_torch, _ = COMMANDS[parsed.command]
     if needs_torch and not tpkernels._HAVE_TORCH:
@@ -40,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     commands = "\n".join(f"  {name:<8} {help_}" for name, (_, _, help_) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tpkernels",
         description="Tensor-parallel layers whose communication disappears.",
         epilog=f"commands:\n{commands}\n\n`tpkernels COMMAND --help` shows a command's options.",
@@ -50,3 +56,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An `ArgumentParser` whose errors are one line, without the usage in front."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"{self.prog}: error: {message}. See {self.prog} --help\n")
+
+
+def rank_count(text: str) -> int:
+    """An argument's type: a number of ranks, at least 1."""
+    return _at_least_1(text, "a number of ranks", "Fix: --nproc 2")
+
+
+def positive(text: str) -> int:
+    """An argument's type: a whole number, at least 1."""
+    return _at_least_1(text, "a whole number", "Fix: give such a number")
+
+
+def _at_least_1(text: str, what: str, fix: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not {what}; allowed: 1, 2, 3, and so on. {fix}"
+        )
+    return int(text)

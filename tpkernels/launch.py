@@ -6,31 +6,21 @@ message and a non-zero exit status. Under `torchrun` nothing is started; the com
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
 import sys
 from collections.abc import Mapping
 
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
+
 from tpkernels import errors
 from tpkernels.testing.rank_errors import RankFailure, exit_status, rank_error
 
 _LAUNCHED = "TPKERNELS_LAUNCHED"
 INTERRUPTED = 130
-
-
-def nproc_argument(text: str) -> int:
-    """An `argparse` type: a number of ranks, at least 1."""
-    try:
-        nproc = int(text)
-    except ValueError:
-        nproc = 0
-    if nproc < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of ranks; allowed: 1, 2, 3, ... Fix: --nproc 2"
-        )
-    return nproc
 
 
 def inside_rank(environ: Mapping[str, str] = os.environ) -> bool:
@@ -49,10 +39,6 @@ def start_ranks(command: list[str], nproc: int) -> int:
 
     Each rank gets `max(1, cores // nproc)` threads unless `OMP_NUM_THREADS` says otherwise.
     """
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     # Ranks share the cores: a thread that spins while it waits would take one from another rank.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -61,7 +47,7 @@ def start_ranks(command: list[str], nproc: int) -> int:
         # All ranks are on this machine, whose host name need not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ[_LAUNCHED] = "1"
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)  # this process only waits; the messages below say it all
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={nproc}"]
     parsed = run.parse_args([*options, "-m", command[0]])
     # Past its parser, which would take `--nproc` for an abbreviation of its own option.
@@ -69,6 +55,7 @@ def start_ranks(command: list[str], nproc: int) -> int:
     try:
         run.run(parsed)
     except ChildFailedError as error:
+        print(flush=True)  # rank 0 may have been in the middle of a line
         print(_describe(error, nproc), file=sys.stderr)
         return 1
     except (KeyboardInterrupt, SignalException):
@@ -79,8 +66,6 @@ def start_ranks(command: list[str], nproc: int) -> int:
 
 def report_failure(error: BaseException) -> int:
     """Tell the launcher why this rank fails; returns the exit status to end with."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         get_error_handler().record_exception(error)
     if not os.environ.get(_LAUNCHED):  # torchrun shows a summary, but not the message as it is
@@ -88,9 +73,9 @@ def report_failure(error: BaseException) -> int:
     return 1
 
 
-def _describe(error: object, nproc: int) -> str:
+def _describe(error: ChildFailedError, nproc: int) -> str:
     failures = []
-    for rank, failure in error.failures.items():  # type: ignore[attr-defined]
+    for rank, failure in error.failures.items():
         recorded = failure.error_file_data.get("message")
         if isinstance(recorded, dict):
             type_name, _, message = recorded["message"].partition(": ")
@@ -100,7 +85,9 @@ def _describe(error: object, nproc: int) -> str:
         else:
             status = f"died: it {exit_status(failure.exitcode)}"
             failures.append(RankFailure(rank, "died", status))
-    first = rank_error(failures, nproc)
+    # SIGTERM is how the launcher ends the others once one has failed.
+    causes = [failure for failure in failures if "SIGTERM" not in failure.message] or failures
+    first = rank_error(causes, nproc)
     lines = [f"tpkernels: {first.failures[0].headline()}"]
     lines += first.failures[0].message.splitlines()[1:]
     if first.remote_traceback:

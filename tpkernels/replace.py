@@ -86,6 +86,12 @@ def _plan_mlp(module: nn.Module, found: Found, s: MLPStructure, group: Group) ->
     width = out_features // 2 if s.kind == "gated_fused" else out_features
     if s.kind == "gated_fused":
         fused_layout(out_features, group, found.path)  # raises when it is odd
+    if not s.whole and isinstance(s.inner_dropout, float) and s.inner_dropout > 0.0:
+        raise UnsupportedModuleError(
+            f"{found.path or 'model'}: between {s.up} and {s.down} its forward calls a functional "
+            f"dropout (p={s.inner_dropout}), whose masks would be equal on all ranks. "
+            "Fix: use an nn.Dropout module there"
+        )
     form = f"{s.kind.replace('_fused', '')} {s.act or 'other activation'}, d_ff {width}"
     if s.whole and s.act is not None:
         act = s.act
@@ -207,15 +213,22 @@ def _split_leaves(
         leaves = [module.get_submodule(leaf) for leaf in (s.q, s.k, s.v)]
         split_projections_(leaves, heads, group, name)
         projections = leaves[1:] if s.cross else leaves
-    split_output_(module.get_submodule(s.out), heads, group, name)
+    out = module.get_submodule(s.out)
+    split_output_(out, heads, group, name)
     shard_heads_(
         core,
         group,
         heads,
         widths=dict(s.width_attributes),
-        dropout=s.dropout,
+        dropout=_within(s.core, s.dropout),
         projections=projections,  # type: ignore[arg-type]
+        out=out,
     )
+
+
+def _within(core: str, dropout: float | str | None) -> float | str | None:
+    """A path relative to the found module, as seen from its ``core``."""
+    return dropout.removeprefix(f"{core}.") if core and isinstance(dropout, str) else dropout
 
 
 # --- vocabulary -----------------------------------------------------------------------------

@@ -33,24 +33,25 @@ TPK_INLINE ValueAndSlope<C> from_lower_half(C x, C m, C q, C d) {
 }
 
 // Both at once: what is not used is removed by the compiler. A NaN has a NaN value.
-template <Activation A, typename C>
-TPK_INLINE ValueAndSlope<C> activation(C x) {
+template <Activation A, typename P>
+TPK_INLINE ValueAndSlope<Real<P>> activation(Real<P> x) {
+  using C = Real<P>;
   if constexpr (A == Activation::kNone) {
     return {x, C(1)};
   } else if constexpr (A == Activation::kGelu) {
-    const C m = bounded_magnitude(x, MathConstants<C>::kNormalBound);
-    const Normal<C> n = normal(m);
+    const C m = bounded_magnitude<P>(x, Precision<P>::kNormalBound);
+    const Normal<C> n = normal<P>(m);
     return from_lower_half(x, m, n.tail, n.tail - m * n.density);
   } else if constexpr (A == Activation::kGeluTanh) {
     // (1 + tanh(u)) / 2 is the logistic function of 2u; at m = 32, exp(2u) is past either range.
-    const C m = bounded_magnitude(x, C(32));
+    const C m = bounded_magnitude<P>(x, C(32));
     const C square = m * m;
-    const Logistic<C> s = logistic(C(2) * kSqrt2OverPi<C> * m * (C(1) + kGeluCubic<C> * square));
+    const Logistic<C> s = logistic<P>(C(2) * kSqrt2OverPi<C> * m * (C(1) + kGeluCubic<C> * square));
     const C slope_2u = C(2) * kSqrt2OverPi<C> * (C(1) + C(3) * kGeluCubic<C> * square);
     return from_lower_half(x, m, s.lower, s.lower * (C(1) - m * s.upper * slope_2u));
   } else if constexpr (A == Activation::kSilu) {
-    const C m = bounded_magnitude(x, C(1024));
-    const Logistic<C> s = logistic(m);
+    const C m = bounded_magnitude<P>(x, C(1024));
+    const Logistic<C> s = logistic<P>(m);
     return from_lower_half(x, m, s.lower, s.lower * (C(1) - m * s.upper));
   } else if constexpr (A == Activation::kRelu) {
     return {C(0) > x ? C(0) : x, x <= C(0) ? C(0) : C(1)};

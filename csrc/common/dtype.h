@@ -18,16 +18,6 @@ struct Float16 {
   uint16_t bits;
 };
 
-// The type that computes for T: fp64 for fp64, fp32 for the rest.
-template <typename T>
-struct ComputeType {
-  using type = float;
-};
-template <>
-struct ComputeType<double> {
-  using type = double;
-};
-
 TPK_INLINE double widen(double x) { return x; }
 TPK_INLINE float widen(float x) { return x; }
 

@@ -10,11 +10,16 @@
 
 namespace tpkernels {
 
-template <typename C>
-struct MathConstants;
+// How exact the functions are: to the rounding of the type that results are stored in. Half stands
+// for bf16 and fp16; the arithmetic is fp32, the polynomials are shorter.
+struct Half {};
+
+template <typename P>
+struct Precision;
 
 template <>
-struct MathConstants<float> {
+struct Precision<float> {
+  using Real = float;
   using Bits = uint32_t;
   static constexpr int kMantissaBits = 23;
   // 1.5 * 2^23 + exponent bias: adding it rounds to an integer n and leaves n + bias in the low
@@ -23,25 +28,37 @@ struct MathConstants<float> {
   static constexpr float kExpMin = -87.3365447f;   // ln of the smallest normal number
   static constexpr float kLn2High = 0.693359375f;  // Cody-Waite split of ln 2: 9 bits, and the rest
   static constexpr float kLn2Low = -2.12194440e-4f;
-  static constexpr auto& kExpPoly = kExpPolyF;
-  static constexpr auto& kNormalPoly = kNormalPolyF;
-  static constexpr float kNormalShift = kNormalShiftF;
-  static constexpr float kNormalBound = kNormalBoundF;
+  static constexpr auto& kExpPoly = kExpPolyFloat;
+  static constexpr auto& kNormalPoly = kNormalPolyFloat;
+  static constexpr float kNormalShift = kNormalShiftFloat;
+  static constexpr float kNormalBound = kNormalBoundFloat;
 };
 
 template <>
-struct MathConstants<double> {
+struct Precision<Half> : Precision<float> {
+  static constexpr auto& kExpPoly = kExpPolyHalf;
+  static constexpr auto& kNormalPoly = kNormalPolyHalf;
+  static constexpr float kNormalShift = kNormalShiftHalf;
+  static constexpr float kNormalBound = kNormalBoundHalf;
+};
+
+template <>
+struct Precision<double> {
+  using Real = double;
   using Bits = uint64_t;
   static constexpr int kMantissaBits = 52;
   static constexpr double kRound = 6755399441055744.0 + 1023.0;  // 1.5 * 2^52 + bias
   static constexpr double kExpMin = -708.3964185322641;
   static constexpr double kLn2High = 6.93145751953125e-1;
   static constexpr double kLn2Low = 1.42860682030941723212e-6;
-  static constexpr auto& kExpPoly = kExpPolyD;
-  static constexpr auto& kNormalPoly = kNormalPolyD;
-  static constexpr double kNormalShift = kNormalShiftD;
-  static constexpr double kNormalBound = kNormalBoundD;
+  static constexpr auto& kExpPoly = kExpPolyDouble;
+  static constexpr auto& kNormalPoly = kNormalPolyDouble;
+  static constexpr double kNormalShift = kNormalShiftDouble;
+  static constexpr double kNormalBound = kNormalBoundDouble;
 };
+
+template <typename P>
+using Real = typename Precision<P>::Real;
 
 template <typename C>
 inline constexpr C kLog2E = C(1.4426950408889634074);
@@ -66,9 +83,10 @@ TPK_INLINE C horner(const C (&coefficients)[N], C t) {
 }
 
 // min(|x|, bound); NaN stays NaN.
-template <typename C>
-TPK_INLINE C bounded_magnitude(C x, C bound) {
-  using K = MathConstants<C>;
+template <typename P>
+TPK_INLINE Real<P> bounded_magnitude(Real<P> x, Real<P> bound) {
+  using K = Precision<P>;
+  using C = Real<P>;
   constexpr typename K::Bits kSign = typename K::Bits{1} << (sizeof(C) * 8 - 1);
   const C magnitude = std::bit_cast<C>(std::bit_cast<typename K::Bits>(x) & ~kSign);
   return bound < magnitude ? bound : magnitude;
@@ -76,9 +94,10 @@ TPK_INLINE C bounded_magnitude(C x, C bound) {
 
 // exp(z) for -2^20 < z <= 0, within 2 units in the last place; 0 where the result is not a normal
 // number. NaN gives NaN.
-template <typename C>
-TPK_INLINE C exp_nonpositive(C z) {
-  using K = MathConstants<C>;
+template <typename P>
+TPK_INLINE Real<P> exp_nonpositive(Real<P> z) {
+  using K = Precision<P>;
+  using C = Real<P>;
   const C shifted = z * kLog2E<C> + K::kRound;
   const C n = shifted - K::kRound;
   const C r = (z - n * K::kLn2High) - n * K::kLn2Low;
@@ -94,9 +113,10 @@ struct Logistic {
   C upper;
 };
 
-template <typename C>
-TPK_INLINE Logistic<C> logistic(C m) {
-  const C e = exp_nonpositive(-m);
+template <typename P>
+TPK_INLINE Logistic<Real<P>> logistic(Real<P> m) {
+  using C = Real<P>;
+  const C e = exp_nonpositive<P>(-m);
   const C upper = C(1) / (C(1) + e);
   return {e * upper, upper};
 }
@@ -109,10 +129,11 @@ struct Normal {
   C density;
 };
 
-template <typename C>
-TPK_INLINE Normal<C> normal(C a) {
-  using K = MathConstants<C>;
-  const C e = exp_nonpositive(C(-0.5) * a * a);
+template <typename P>
+TPK_INLINE Normal<Real<P>> normal(Real<P> a) {
+  using K = Precision<P>;
+  using C = Real<P>;
+  const C e = exp_nonpositive<P>(C(-0.5) * a * a);
   const C s = a / (a + K::kNormalShift);
   return {e * horner(K::kNormalPoly, s), kInvSqrt2Pi<C> * e};
 }

@@ -14,6 +14,20 @@ namespace {  // a copy for each instruction set
 
 inline constexpr int64_t kPad = 16;
 
+// The precision that computes for what is stored as T.
+template <typename T>
+struct PrecisionOf {
+  using type = T;
+};
+template <>
+struct PrecisionOf<BFloat16> {
+  using type = Half;
+};
+template <>
+struct PrecisionOf<Float16> {
+  using type = Half;
+};
+
 template <typename C>
 struct alignas(64) Buffer {
   C data[kEpilogueBlock] = {};
@@ -35,126 +49,127 @@ TPK_INLINE Unit unit_at(int64_t unit, int64_t cols) {
 
 TPK_INLINE int64_t padded(int64_t size) { return (size + kPad - 1) / kPad * kPad; }
 
+// out = source, or source + bias where there is a bias.
 template <typename T, typename C>
-TPK_INLINE void load(const void* source, int64_t offset, C* out, int64_t size) {
-  const T* in = static_cast<const T*>(source) + offset;
-  for (int64_t i = 0; i < size; ++i) out[i] = widen(in[i]);
+TPK_INLINE void load(const void* source, const void* bias, const Unit& at, C* out) {
+  const T* in = static_cast<const T*>(source) + at.offset;
+  if (bias) {
+    const T* added = static_cast<const T*>(bias) + at.col;
+    for (int64_t i = 0; i < at.size; ++i) out[i] = widen(in[i]) + widen(added[i]);
+  } else {
+    for (int64_t i = 0; i < at.size; ++i) out[i] = widen(in[i]);
+  }
 }
 
 template <typename T, typename C>
-TPK_INLINE void add(const void* source, int64_t offset, C* out, int64_t size) {
-  const T* in = static_cast<const T*>(source) + offset;
-  for (int64_t i = 0; i < size; ++i) out[i] += widen(in[i]);
-}
-
-template <typename T, typename C>
-TPK_INLINE void store(const C* in, void* target, int64_t offset, int64_t size) {
-  T* out = static_cast<T*>(target) + offset;
-  for (int64_t i = 0; i < size; ++i) narrow(in[i], out[i]);
+TPK_INLINE void store(const C* in, void* target, const Unit& at) {
+  T* out = static_cast<T*>(target) + at.offset;
+  for (int64_t i = 0; i < at.size; ++i) narrow(in[i], out[i]);
 }
 
 // The four maps on buffers. In and out may be the same buffer.
-template <Activation A, typename C>
+template <Activation A, typename P>
 struct ActMap {
+  using C = Real<P>;
   static void run(C* x, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) x[i] = activation<A>(x[i]).value;
+    for (int64_t i = 0; i < size; ++i) x[i] = activation<A, P>(x[i]).value;
   }
 };
-template <Activation A, typename C>
+template <Activation A, typename P>
 struct ActGradMap {
+  using C = Real<P>;
   static void run(C* __restrict dy, const C* __restrict pre, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) dy[i] *= activation<A>(pre[i]).slope;
+    for (int64_t i = 0; i < size; ++i) dy[i] *= activation<A, P>(pre[i]).slope;
   }
 };
-template <Activation A, typename C>
+template <Activation A, typename P>
 struct GluMap {
+  using C = Real<P>;
   static void run(C* __restrict gate, const C* __restrict up, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) gate[i] = activation<A>(gate[i]).value * up[i];
+    for (int64_t i = 0; i < size; ++i) gate[i] = activation<A, P>(gate[i]).value * up[i];
   }
 };
-template <Activation A, typename C>
+template <Activation A, typename P>
 struct GluGradMap {
+  using C = Real<P>;
   // dy and gate become d_gate and d_up.
   static void run(C* __restrict dy, C* __restrict gate, const C* __restrict up, int64_t size) {
     for (int64_t i = 0; i < size; ++i) {
-      const ValueAndSlope<C> a = activation<A>(gate[i]);
+      const ValueAndSlope<C> a = activation<A, P>(gate[i]);
       gate[i] = dy[i] * a.value;
       dy[i] *= up[i] * a.slope;
     }
   }
 };
 
-// Map<A, C>::run for a run-time activation.
-template <template <Activation, typename> class Map, typename C>
+// Map<A, P>::run for a run-time activation.
+template <template <Activation, typename> class Map, typename P>
 auto choose(Activation act) {
-  using Function = decltype(&Map<Activation::kNone, C>::run);
+  using Function = decltype(&Map<Activation::kNone, P>::run);
   static constexpr Function kTable[] = {
-      &Map<Activation::kNone, C>::run,     &Map<Activation::kGelu, C>::run,
-      &Map<Activation::kGeluTanh, C>::run, &Map<Activation::kSilu, C>::run,
-      &Map<Activation::kRelu, C>::run,     &Map<Activation::kRelu2, C>::run};
+      &Map<Activation::kNone, P>::run,     &Map<Activation::kGelu, P>::run,
+      &Map<Activation::kGeluTanh, P>::run, &Map<Activation::kSilu, P>::run,
+      &Map<Activation::kRelu, P>::run,     &Map<Activation::kRelu2, P>::run};
   return kTable[static_cast<int>(act)];
 }
 
 template <typename T>
 void run(const BiasAct& p, int64_t unit_begin, int64_t unit_end) {
-  using C = typename ComputeType<T>::type;
-  const auto map = choose<ActMap, C>(p.act);
-  Buffer<C> h;
+  using P = typename PrecisionOf<T>::type;
+  const auto map = choose<ActMap, P>(p.act);
+  Buffer<Real<P>> h;
   for (int64_t u = unit_begin; u < unit_end; ++u) {
     const Unit at = unit_at(u, p.cols);
-    load<T>(p.h, at.offset, h.data, at.size);
-    if (p.bias) add<T>(p.bias, at.col, h.data, at.size);
-    if (p.pre) store<T>(h.data, p.pre, at.offset, at.size);
+    load<T>(p.h, p.bias, at, h.data);
+    if (p.pre) store<T>(h.data, p.pre, at);
     map(h.data, padded(at.size));
-    store<T>(h.data, p.y, at.offset, at.size);
+    store<T>(h.data, p.y, at);
   }
 }
 
 template <typename T>
 void run(const ActGrad& p, int64_t unit_begin, int64_t unit_end) {
-  using C = typename ComputeType<T>::type;
-  const auto map = choose<ActGradMap, C>(p.act);
-  Buffer<C> dy, pre;
+  using P = typename PrecisionOf<T>::type;
+  const auto map = choose<ActGradMap, P>(p.act);
+  Buffer<Real<P>> dy, pre;
   for (int64_t u = unit_begin; u < unit_end; ++u) {
     const Unit at = unit_at(u, p.cols);
-    load<T>(p.dy, at.offset, dy.data, at.size);
-    load<T>(p.pre, at.offset, pre.data, at.size);
+    load<T>(p.dy, nullptr, at, dy.data);
+    load<T>(p.pre, nullptr, at, pre.data);
     map(dy.data, pre.data, padded(at.size));
-    store<T>(dy.data, p.dx, at.offset, at.size);
+    store<T>(dy.data, p.dx, at);
   }
 }
 
 template <typename T>
 void run(const BiasGlu& p, int64_t unit_begin, int64_t unit_end) {
-  using C = typename ComputeType<T>::type;
-  const auto map = choose<GluMap, C>(p.act);
-  Buffer<C> gate, up;
+  using P = typename PrecisionOf<T>::type;
+  const auto map = choose<GluMap, P>(p.act);
+  Buffer<Real<P>> gate, up;
   for (int64_t u = unit_begin; u < unit_end; ++u) {
     const Unit at = unit_at(u, p.cols);
-    load<T>(p.g, at.offset, gate.data, at.size);
-    load<T>(p.u, at.offset, up.data, at.size);
-    if (p.bias_gate) add<T>(p.bias_gate, at.col, gate.data, at.size);
-    if (p.bias_up) add<T>(p.bias_up, at.col, up.data, at.size);
-    if (p.gate) store<T>(gate.data, p.gate, at.offset, at.size);
-    if (p.up) store<T>(up.data, p.up, at.offset, at.size);
+    load<T>(p.g, p.bias_gate, at, gate.data);
+    load<T>(p.u, p.bias_up, at, up.data);
+    if (p.gate) store<T>(gate.data, p.gate, at);
+    if (p.up) store<T>(up.data, p.up, at);
     map(gate.data, up.data, padded(at.size));
-    store<T>(gate.data, p.y, at.offset, at.size);
+    store<T>(gate.data, p.y, at);
   }
 }
 
 template <typename T>
 void run(const GluGrad& p, int64_t unit_begin, int64_t unit_end) {
-  using C = typename ComputeType<T>::type;
-  const auto map = choose<GluGradMap, C>(p.act);
-  Buffer<C> dy, gate, up;
+  using P = typename PrecisionOf<T>::type;
+  const auto map = choose<GluGradMap, P>(p.act);
+  Buffer<Real<P>> dy, gate, up;
   for (int64_t u = unit_begin; u < unit_end; ++u) {
     const Unit at = unit_at(u, p.cols);
-    load<T>(p.dy, at.offset, dy.data, at.size);
-    load<T>(p.gate, at.offset, gate.data, at.size);
-    load<T>(p.up, at.offset, up.data, at.size);
+    load<T>(p.dy, nullptr, at, dy.data);
+    load<T>(p.gate, nullptr, at, gate.data);
+    load<T>(p.up, nullptr, at, up.data);
     map(dy.data, gate.data, up.data, padded(at.size));
-    store<T>(dy.data, p.d_gate, at.offset, at.size);
-    store<T>(gate.data, p.d_up, at.offset, at.size);
+    store<T>(dy.data, p.d_gate, at);
+    store<T>(gate.data, p.d_up, at);
   }
 }
 

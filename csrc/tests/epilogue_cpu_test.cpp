@@ -47,20 +47,23 @@ std::vector<T> random(int64_t size, unsigned seed) {
   std::normal_distribution<float> normal(0, 2);
   std::vector<T> values(size);
   for (T& value : values) {
-    typename ComputeType<T>::type wide = normal(generator);
+    const decltype(widen(value)) wide = normal(generator);
     narrow(wide, value);
   }
   return values;
 }
 
-// Rounding to T costs half an epsilon; the rest is the arithmetic in the compute type. The scale
-// is that of the terms, not of the result: gelu' is a difference near its zero.
+// Rounding to T costs half an epsilon; the rest is the arithmetic before it, for 16-bit types a
+// part of an epsilon. The scale is that of the terms, not of the result: gelu' is a difference near
+// its zero.
 template <typename T>
 void check_close(T value, long double truth, long double scale, const char* what, int64_t i) {
-  const double compute_epsilon = sizeof(T) == 8 ? 0x1p-52 : 0x1p-23;
-  const long double bound = Dtype<T>::kEpsilon / 2 * std::fabs(truth) +
-                            8 * compute_epsilon * (std::fabs(truth) + scale) +
-                            (sizeof(T) == 2 ? 0x1p-25L : 0);  // half's subnormal spacing
+  const bool is_half = sizeof(T) == 2;
+  const long double epsilon = Dtype<T>::kEpsilon;
+  const long double arithmetic = is_half ? 0x1p-10L / 8 : 8 * epsilon;
+  const long double bound = epsilon / 2 * std::fabs(truth) +
+                            arithmetic * (std::fabs(truth) + scale) +
+                            (is_half ? 0x1p-25L : 0);  // half of fp16's smallest number
   CHECK(std::fabs(static_cast<long double>(widen(value)) - truth) <= bound,
         "%s, element %ld: %.9g, not %.9Lg", what, static_cast<long>(i),
         static_cast<double>(widen(value)), truth);

@@ -72,7 +72,7 @@ def embedding_alone_task(group):
 
 def test_embedding_alone_and_an_id_outside_it(pool):
     with pytest.raises(RankError, match="id 10 is outside the vocabulary of 10 rows") as caught:
-        pool.run(embedding_alone_task, world_size=3)
+        pool.run(embedding_alone_task, world_size=3, env={"TPKERNELS_CHECK": "off"})
     assert isinstance(caught.value.__cause__, IndexError)
 
 
@@ -160,7 +160,7 @@ def extreme_task(group):
     torch.testing.assert_close(ours.grad, part(whole.grad, 4, group))
     empty = vocab_parallel_cross_entropy(logits[:0, :2], target[:0], group=group, reduction="sum")
     assert empty.item() == 0.0
-    ignored = torch.full((2,), -100)
+    ignored = torch.full((3,), -100)
     nothing = vocab_parallel_cross_entropy(part(logits, 4, group), ignored, group=group)
     assert bool(nothing.isnan()) and bool(F.cross_entropy(logits, ignored).isnan())
 

@@ -65,6 +65,7 @@ SAMPLES = {
     "all_reduce": lambda: [(x(4, 3), ""), (wants_grad(4, 3).t(), "")],
     "all_gather": lambda: [(x(4, 3), [3], 1, ""), (wants_grad(4, 3), [4], 0, "")],
     "reduce_scatter": lambda: [(x(4, 3), [3], -1, ""), (wants_grad(4, 3), [4], 0, "")],
+    "own_part": lambda: [(x(4, 3), None, 1, ""), (wants_grad(4, 3), [4], 0, "")],
     "sum_replicated": lambda: [(x(4, 3), [0, 2], [1, 0], [2, 1], 3, "")],
     "vocab_parallel_cross_entropy": lambda: [
         (x(4, 7), torch.tensor([0, 3, 6, 2]), 0, 7, 0.0, ""),

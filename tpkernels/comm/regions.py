@@ -14,6 +14,7 @@ scatter_to_sequence_parallel_region              own slice       all-gather
 reduce_scatter_to_sequence_parallel_region       reduce-scatter  all-gather
 ===============================================  ==============  ==============
 
+The backward of each is its conjugate from the same table, so that second derivatives are right too.
 Source: arXiv:1909.08053 (f and g), arXiv:2205.05198 (g bar and its conjugate).
 """
 
@@ -34,14 +35,43 @@ from tpkernels.library import define
 from tpkernels.shard_spec import chunk_sizes
 
 
-def _rank(group_name: str) -> int:
+def split_sizes(total: int, group_name: str) -> list[int]:
+    """How many of ``total`` rows each rank of the group holds (as ``torch.chunk`` splits)."""
     group = group_by_name(group_name)
-    return 0 if group is None else dist.get_rank(group)
+    return [total] if group is None else chunk_sizes(total, group.size())
 
 
-def _own_slice(x: Tensor, sizes: list[int], dim: int, group_name: str) -> Tensor:
-    rank = _rank(group_name)
-    return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
+# --- ops: `sizes`, s_r of every rank, may be None and is checked inside -----------------------
+
+
+def _place(group_name: str) -> tuple[int, int]:
+    """(number of ranks, this rank)."""
+    group = group_by_name(group_name)
+    return (1, 0) if group is None else (group.size(), dist.get_rank(group))
+
+
+def _part_sizes(x: Tensor, sizes: list[int] | None, dim: int, group_name: str) -> list[int]:
+    """The ranks' sizes where x is this rank's part; by default all parts are alike."""
+    world, rank = _place(group_name)
+    if sizes is None:
+        return [x.shape[dim]] * world
+    return _checked(x, sizes, dim, world, sizes[rank] if len(sizes) == world else -1)
+
+
+def _whole_sizes(x: Tensor, sizes: list[int] | None, dim: int, group_name: str) -> list[int]:
+    """The ranks' sizes where x is the whole; by default as ``torch.chunk`` splits."""
+    if sizes is None:
+        return split_sizes(x.shape[dim], group_name)
+    return _checked(x, sizes, dim, _place(group_name)[0], sum(sizes))
+
+
+def _checked(x: Tensor, sizes: list[int], dim: int, world: int, expected: int) -> list[int]:
+    if len(sizes) != world or x.shape[dim] != expected:
+        raise ConfigError(
+            f"sizes={list(sizes)} must name one size for each of {world} ranks and fit dimension "
+            f"{dim} of {tuple(x.shape)}, which has {x.shape[dim]}"
+        )
+    return list(sizes)
 
 
 def _with_size(x: Tensor, dim: int, size: int) -> Tensor:
@@ -50,66 +80,102 @@ def _with_size(x: Tensor, dim: int, size: int) -> Tensor:
     return x.new_empty(shape)
 
 
-def split_sizes(total: int, group_name: str) -> list[int]:
-    """How many of ``total`` rows each rank of the group holds (as ``torch.chunk`` splits)."""
-    group = group_by_name(group_name)
-    return [total] if group is None else chunk_sizes(total, group.size())
-
-
-# --- ops ------------------------------------------------------------------------------------
-
-
 def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    pass
+    ctx.group_name = inputs[1]
 
+
+def _part_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, sizes, ctx.dim, ctx.group_name = inputs
+    ctx.sizes = _part_sizes(x, sizes, ctx.dim, ctx.group_name)
+
+
+def _whole_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, sizes, ctx.dim, ctx.group_name = inputs
+    ctx.sizes = _whole_sizes(x, sizes, ctx.dim, ctx.group_name)
+
+
+def _all_gather_run(x: Tensor, sizes: list[int] | None, dim: int, group_name: str) -> Tensor:
+    return collectives.all_gather(x, _part_sizes(x, sizes, dim, group_name), dim, group_name)
+
+
+def _all_gather_fake(x: Tensor, sizes: list[int] | None, dim: int, group_name: str) -> Tensor:
+    return _with_size(x, dim, sum(_part_sizes(x, sizes, dim, group_name)))
+
+
+def _reduce_scatter_run(x: Tensor, sizes: list[int] | None, dim: int, group_name: str) -> Tensor:
+    return collectives.reduce_scatter(x, _whole_sizes(x, sizes, dim, group_name), dim, group_name)
+
+
+def _own_part_run(x: Tensor, sizes: list[int] | None, dim: int, group_name: str) -> Tensor:
+    sizes, rank = _whole_sizes(x, sizes, dim, group_name), _place(group_name)[1]
+    part = x.narrow(dim, sum(sizes[:rank]), sizes[rank])
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def _own_part_fake(x: Tensor, sizes: list[int] | None, dim: int, group_name: str) -> Tensor:
+    rank = _place(group_name)[1]
+    return _with_size(x, dim, _whole_sizes(x, sizes, dim, group_name)[rank])
+
+
+_SPLIT_SIGNATURE = "(Tensor x, SymInt[]? sizes, int dim, str group_name) -> Tensor"
 
 _all_reduce = define(
     "all_reduce",
     "(Tensor x, str group_name) -> Tensor",
     collectives.all_reduce,
     lambda x, group_name: torch.empty_like(x, memory_format=torch.contiguous_format),
-    backward=lambda ctx, grad: (grad, None),
+    backward=lambda ctx, grad: (_Copy.apply(grad, ctx.group_name), None),
     setup_context=_all_reduce_setup,
     autocast=False,
 )
 
-
-def _split_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.sizes, ctx.dim, ctx.group_name = inputs
-
-
 _all_gather = define(
     "all_gather",
-    "(Tensor x, int[] sizes, int dim, str group_name) -> Tensor",
-    collectives.all_gather,
-    lambda x, sizes, dim, group_name: _with_size(x, dim, sum(sizes)),
+    _SPLIT_SIGNATURE,
+    _all_gather_run,
+    _all_gather_fake,
     backward=lambda ctx, grad: (
-        _own_slice(grad, ctx.sizes, ctx.dim, ctx.group_name),
+        _own_part(grad, ctx.sizes, ctx.dim, ctx.group_name),
         None,
         None,
         None,
     ),
-    setup_context=_split_setup,
+    setup_context=_part_setup,
     autocast=False,
 )
 
-_reduce_scatter = define(
-    "reduce_scatter",
-    "(Tensor x, int[] sizes, int dim, str group_name) -> Tensor",
-    collectives.reduce_scatter,
-    lambda x, sizes, dim, group_name: _with_size(x, dim, sizes[_rank(group_name)]),
+_own_part = define(
+    "own_part",
+    _SPLIT_SIGNATURE,
+    _own_part_run,
+    _own_part_fake,
     backward=lambda ctx, grad: (
         _all_gather(grad, ctx.sizes, ctx.dim, ctx.group_name),
         None,
         None,
         None,
     ),
-    setup_context=_split_setup,
+    setup_context=_whole_setup,
+    autocast=False,
+)
+
+_reduce_scatter = define(
+    "reduce_scatter",
+    _SPLIT_SIGNATURE,
+    _reduce_scatter_run,
+    _own_part_fake,
+    backward=lambda ctx, grad: (
+        _GatherSequence.apply(grad, ctx.sizes, ctx.dim, ctx.group_name),
+        None,
+        None,
+        None,
+    ),
+    setup_context=_whole_setup,
     autocast=False,
 )
 
 
-# --- forms whose forward is local, or whose backward differs from the op's --------------------
+# --- forms whose forward is the identity, or whose backward differs from the op's -------------
 
 
 class _Copy(torch.autograd.Function):
@@ -123,43 +189,15 @@ class _Copy(torch.autograd.Function):
         return _all_reduce(grad, ctx.group_name), None
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: list[int], dim: int, group_name: str) -> Tensor:
-        ctx.sizes, ctx.dim, ctx.group_name = sizes, dim, group_name
-        return _own_slice(x, sizes, dim, group_name)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _all_gather(grad, ctx.sizes, ctx.dim, ctx.group_name), None, None, None
-
-
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: list[int], dim: int, group_name: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sizes: list[int] | None, dim: int, group_name: str) -> Tensor:
         ctx.sizes, ctx.dim, ctx.group_name = sizes, dim, group_name
         return _all_gather(x, sizes, dim, group_name)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         return _reduce_scatter(grad, ctx.sizes, ctx.dim, ctx.group_name), None, None, None
-
-
-def _checked_sizes(
-    x: Tensor, sizes: list[int] | None, dim: int, name: str, held: bool
-) -> list[int]:
-    """``sizes`` of all ranks; ``held``: x is this rank's part, else the whole."""
-    group = group_by_name(name)
-    world, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
-    if sizes is None:
-        return [x.shape[dim]] * world if held else split_sizes(x.shape[dim], name)
-    expected = sizes[rank] if held and len(sizes) == world else sum(sizes)
-    if len(sizes) != world or x.shape[dim] != expected:
-        raise ConfigError(
-            f"sizes={sizes} must name one size for each of {world} ranks and fit dimension {dim} "
-            f"of {tuple(x.shape)}, which has {x.shape[dim]}"
-        )
-    return list(sizes)
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group_name: str) -> Tensor:
@@ -179,7 +217,6 @@ def gather_from_tensor_model_parallel_region(
 
     ``sizes``: s_r of every rank; None: all hold as much as this one.
     """
-    sizes = _checked_sizes(x, sizes, dim, group_name, held=True)
     return _all_gather(x, sizes, dim, group_name) if group_name else x
 
 
@@ -187,15 +224,13 @@ def scatter_to_tensor_model_parallel_region(
     x: Tensor, group_name: str, dim: int = -1, sizes: list[int] | None = None
 ) -> Tensor:
     """[..., S] -> [..., s_r]: one's own part along ``dim``; backward gathers all."""
-    sizes = _checked_sizes(x, sizes, dim, group_name, held=False)
-    return _Scatter.apply(x, sizes, dim, group_name) if group_name else x
+    return _own_part(x, sizes, dim, group_name) if group_name else x
 
 
 def gather_from_sequence_parallel_region(
     x: Tensor, group_name: str, dim: int = 0, sizes: list[int] | None = None
 ) -> Tensor:
     """[s_r, ...] -> [S, ...]; backward reduce-scatters, since each rank used all of it."""
-    sizes = _checked_sizes(x, sizes, dim, group_name, held=True)
     return _GatherSequence.apply(x, sizes, dim, group_name) if group_name else x
 
 
@@ -210,5 +245,4 @@ def reduce_scatter_to_sequence_parallel_region(
     x: Tensor, group_name: str, dim: int = 0, sizes: list[int] | None = None
 ) -> Tensor:
     """[S, ...] partial sums -> [s_r, ...] of their total; backward gathers."""
-    sizes = _checked_sizes(x, sizes, dim, group_name, held=False)
     return _reduce_scatter(x, sizes, dim, group_name) if group_name else x

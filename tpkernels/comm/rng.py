@@ -61,7 +61,8 @@ def rank_stream(group: Group, device: torch.device) -> Iterator[None]:
     The shared stream advances by one draw, by the same on every rank. Inside an open region and
     on a group of one it does nothing.
     """
-    if group.size == 1 or _current.get() is not None:
+    outer = _current.get()
+    if group.size == 1 or (outer is not None and outer.open):
         yield
         return
     generator = _generator(device)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tpkernels.errors import ConfigError
 
@@ -166,8 +166,3 @@ def _rotary_halves(weight_NK: np.ndarray, heads: int) -> np.ndarray:
     N, K = weight_NK.shape
     pairs = weight_NK.reshape(heads, N // heads // 2, 2, K)
     return pairs.swapaxes(1, 2).reshape(N, K)
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of a dense model's parameters, a tied one counted once."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())

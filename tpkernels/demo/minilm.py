@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import tpkernels
 from tpkernels.demo import timing
 from tpkernels.demo.packages import MINILM
-from tpkernels.demo.session import Check, Outcome, Session, counted, error_check
+from tpkernels.demo.session import Check, Outcome, Session, error_check
 from tpkernels.errors import ConfigError
 from tpkernels.testing.comparison import max_relative_error
 
@@ -99,49 +98,37 @@ def demo(session: Session) -> Outcome:
         dense = model.encoder.to(session.device)
         inputs = {k: v.to(session.device) for k, v in model.tokenize(sentences).items()}
     mask = inputs["attention_mask"]
+    parallel, report = session.parallelize(dense)
 
     def hidden(encoder: nn.Module) -> Tensor:
         return encoder(**inputs).last_hidden_state
-
-    with session.step(f"parallelize over {counted(session.world_size, 'rank')}"):
-        parallel = copy.deepcopy(dense)
-        report = tpkernels.parallelize(parallel, session.group)
-    session.say(str(report))
 
     with torch.inference_mode():
         with session.step("dense run"):
             expected = session.from_rank_0(_references(session, dense, inputs))
         with session.step("tensor-parallel run"):
-            ours = hidden(parallel)
+            our_hidden = hidden(parallel)
         dense_hidden, exact_hidden = expected
-        vectors = [embed(states, mask) for states in (ours, dense_hidden, exact_hidden)]
-        outcome.facts["cosines"] = _show_cosines(session, vectors[1], vectors[0])
+        ours, theirs, exact = (embed(h, mask) for h in (our_hidden, dense_hidden, exact_hidden))
+        cosines = _show_cosines(session, theirs, ours)
+        title = f"{len(sentences)} sentences, {int(mask.sum())} tokens"
+        runs = partial(hidden, dense), partial(hidden, parallel)
+        variants = timing.compare(session, title, *runs, report)
+    session.say("\n" + timing.table(title, variants) + "\n")
 
-        with session.step("timing"):
-            variants = timing.dense_and_parallel(
-                session,
-                lambda: hidden(dense),
-                lambda: hidden(parallel),
-                report.dense_bytes,
-                report.parameter_bytes,
-            )
-            timing.measure(session, variants)
-    tokens = int(mask.sum())
-    session.say("\n" + timing.table(f"{len(sentences)} sentences, {tokens} tokens", variants))
-    outcome.facts["timings"] = timing.as_rows(variants)
-
-    in_dtype = [vector.to(session.dtype) for vector in vectors[:2]]
-    outcome.facts["last hidden state"] = max_relative_error(ours, dense_hidden)
-    session.say(
-        f"\nmax relative error of the last hidden state, against the dense run: "
-        f"{outcome.facts['last hidden state']:.1e}"
-    )
+    hidden_error = max_relative_error(our_hidden, dense_hidden)
+    session.say(f"max relative error of the last hidden state, against dense: {hidden_error:.1e}")
+    outcome.facts = {
+        "cosines": cosines,
+        "timings": {title: timing.as_rows(variants)},
+        "last hidden state": hidden_error,
+    }
+    dtype = session.dtype
     outcome.checks = [
-        Check("ranks that disagree", float(not session.ranks_agree(ours)), 0.0),
-        error_check(*in_dtype, vectors[2], FLOAT32_LIMIT),
+        Check("ranks that disagree", float(not session.ranks_agree(our_hidden)), 0.0),
+        error_check(ours.to(dtype), theirs.to(dtype), exact, FLOAT32_LIMIT),
     ]
-    for check in outcome.checks:
-        session.say(str(check))
+    session.show(outcome)
     return outcome
 
 

@@ -12,11 +12,11 @@ import torch
 
 import tpkernels
 from tpkernels import launch
+from tpkernels.cli import USAGE_ERROR, CommandParser, positive, rank_count
 from tpkernels.demo.packages import MODELS, ModelPackage
 from tpkernels.errors import ConfigError, TPKernelsError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-USAGE_ERROR = 2
 
 
 def main(argv: list[str]) -> int:
@@ -36,13 +36,13 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tpkernels demo",
         description="Run pretrained models dense and tensor-parallel, and compare them.",
     )
     parser.add_argument(
         "--nproc",
-        type=launch.nproc_argument,
+        type=rank_count,
         help="ranks to start on this machine (default: 2; under torchrun, its world size)",
     )
     parser.add_argument(
@@ -55,22 +55,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--batch",
-        type=_positive,
+        type=positive,
         help="sentences or prompts in a run (default: 16 sentences, 4 prompts)",
     )
     parser.add_argument(
         "--repeat",
-        type=_positive,
+        type=positive,
         help="timed runs of each variant (default: 10, or what a few seconds allow)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -145,6 +139,9 @@ def _run(options: argparse.Namespace, models: list[ModelPackage], left_out: list
         outcomes.append(demo(session))
     for reason in left_out:
         session.say(f"\nleft out: {reason}")
+    session.say()
+    for outcome in outcomes:
+        session.say(f"{outcome.model}: {outcome.checks[-1]}")
     if options.json is not None and session.rank == 0:
         results = {
             "version": tpkernels.__version__,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import tpkernels
 from tpkernels.testing.comparison import max_relative_error
@@ -33,8 +35,10 @@ class Session:
         """Join the other ranks (a plain `python` is a world of one)."""
         mesh = tpkernels.init_mesh(tp=_world_size(), device_type=device_type)
         group = mesh["tp"].get_group()
-        index = torch.cuda.current_device() if device_type == "cuda" else None
-        return Session(group, torch.device(device_type, index), dtype, batch, repeat)
+        device = torch.device(device_type)
+        if device_type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        return Session(group, device, dtype, batch, repeat)
 
     @property
     def rank(self) -> int:
@@ -55,8 +59,25 @@ class Session:
         if self.rank == 0:
             print(f"{text} ...", end="", flush=True)
         start = time.perf_counter()
-        yield
+        try:
+            yield
+        except BaseException:
+            self.say(" failed")
+            raise
         self.say(f" {time.perf_counter() - start:.1f} s")
+
+    def parallelize(self, dense: nn.Module) -> tuple[nn.Module, tpkernels.ParallelReport]:
+        """A tensor-parallel copy of `dense`; its report is shown."""
+        with self.step(f"parallelize over {counted(self.world_size, 'rank')}"):
+            parallel = copy.deepcopy(dense)
+            report = tpkernels.parallelize(parallel, self.group)
+        self.say(str(report))
+        return parallel, report
+
+    def show(self, outcome: Outcome) -> None:
+        """Print the checks, each with its limit."""
+        for check in outcome.checks:
+            self.say(str(check))
 
     def from_rank_0(self, tensors: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Rank 0's tensors on every rank; the others give None."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import tpkernels
 from tpkernels.demo import timing
 from tpkernels.demo.gguf_llama import GGUFLlama
 from tpkernels.demo.packages import SMOLLM2
-from tpkernels.demo.session import Check, Outcome, Session, counted, error_check
+from tpkernels.demo.session import Check, Outcome, Session, error_check
 
 PROMPTS = (
     "The capital of France is",
@@ -43,54 +42,42 @@ def demo(session: Session) -> Outcome:
         ),
     }
 
-    with session.step(f"parallelize over {counted(session.world_size, 'rank')}"):
-        parallel = copy.deepcopy(dense)
-        report = tpkernels.parallelize(parallel, session.group)
-    session.say(str(report))
-
+    parallel, report = session.parallelize(dense)
     with torch.inference_mode():
         with session.step("dense run"):
             expected = session.from_rank_0(_references(session, file, dense, inputs))
         with session.step("tensor-parallel run"):
             ours, our_tokens = logits(parallel, inputs), generate(parallel, inputs)
-        dense_logits, exact_logits, dense_tokens = expected
         _show_texts(session, tokenizer, our_tokens)
-
-        bytes_ = report.dense_bytes, report.parameter_bytes
-        workloads = {
-            f"prompt, {int(inputs['attention_mask'].sum())} tokens": logits,
-            f"prompt and {NEW_TOKENS} tokens each": generate,
-        }
+        tokens = int(inputs["attention_mask"].sum())
         timings = {}
-        for title, run in workloads.items():
-            with session.step(f"timing: {title}"):
-                variants = timing.dense_and_parallel(
-                    session,
-                    lambda run=run: run(dense, inputs),
-                    lambda run=run: run(parallel, inputs),
-                    *bytes_,
-                )
-                timing.measure(session, variants)
-            timings[title] = variants
+        for title, run in (
+            (f"prompt, {tokens} tokens", logits),
+            (f"prompt and {NEW_TOKENS} tokens each", generate),
+        ):
+            runs = partial(run, dense, inputs), partial(run, parallel, inputs)
+            timings[title] = timing.compare(session, title, *runs, report)
     for title, variants in timings.items():
         session.say("\n" + timing.table(title, variants))
-    outcome.facts["timings"] = {t: timing.as_rows(variants) for t, variants in timings.items()}
     session.say()
 
+    dense_logits, exact_logits, dense_tokens = expected
     differing = int((our_tokens != dense_tokens).sum())
-    outcome.facts["tokens"] = our_tokens.tolist()
-    outcome.facts["tokens that differ"] = differing
+    outcome.facts = {
+        "timings": {title: timing.as_rows(variants) for title, variants in timings.items()},
+        "tokens": our_tokens.tolist(),
+        "tokens that differ": differing,
+    }
+    real = inputs["attention_mask"].bool()  # where there is padding, logits mean nothing
     if session.dtype == torch.float32:
         outcome.checks.append(Check("tokens that differ from the dense run's", differing, 0.0))
     else:
         session.say(f"tokens that differ from the dense run's: {differing} (ties in low precision)")
-    real = inputs["attention_mask"].bool()  # where there is padding, logits mean nothing
     outcome.checks += [
         Check("ranks that disagree", float(not session.ranks_agree(ours)), 0.0),
         error_check(ours[real], dense_logits[real], exact_logits[real], FLOAT32_LIMIT),
     ]
-    for check in outcome.checks:
-        session.say(str(check))
+    session.show(outcome)
     return outcome
 
 

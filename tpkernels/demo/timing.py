@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tpkernels.demo.session import Session, counted
+from tpkernels.report import ParallelReport
 
 WARM_UP = 1  # beside the runs whose results are compared
 # Enough for a median; more where time allows.
@@ -52,29 +53,41 @@ class Variant:
         return fifths[1], fifths[4], fifths[7]
 
 
-def dense_and_parallel(
+def compare(
+    session: Session,
+    title: str,
+    dense: Callable[[], object],
+    parallel: Callable[[], object],
+    report: ParallelReport,
+) -> list[Variant]:
+    """Time the dense run on one rank's threads and on all ranks', and the parallel run."""
+    with session.step(f"timing: {title}"):
+        variants = _variants(session, dense, parallel, report)
+        _measure(session, variants)
+    return variants
+
+
+def _variants(
     session: Session,
     dense: Callable[[], object],
     parallel: Callable[[], object],
-    dense_bytes: int,
-    parallel_bytes: int,
+    report: ParallelReport,
 ) -> list[Variant]:
-    """The variants to compare: dense on one rank's threads, on all ranks' threads, and parallel."""
     threads, world = torch.get_num_threads(), session.world_size
     all_threads = min(threads * world, os.cpu_count() or 1)
     on_cpu = session.device.type == "cpu"
-    named = f"tensor-parallel, {counted(world, 'rank')}"
-    variants = [Variant("dense, 1 rank", dense, False, threads, dense_bytes)]
+    variants = [Variant("dense, 1 rank", dense, False, threads, report.dense_bytes)]
     if on_cpu and all_threads > threads:
-        variants.append(Variant("dense, 1 rank", dense, False, all_threads, dense_bytes))
-    variants.append(Variant(named, parallel, True, threads, parallel_bytes))
+        variants.append(Variant("dense, 1 rank", dense, False, all_threads, report.dense_bytes))
+    name = f"tensor-parallel, {counted(world, 'rank')}"
+    variants.append(Variant(name, parallel, True, threads, report.parameter_bytes))
     if on_cpu:
         for variant in variants:
             variant.name += f" x {counted(variant.threads, 'thread')}"
     return variants
 
 
-def measure(session: Session, variants: Sequence[Variant]) -> None:
+def _measure(session: Session, variants: Sequence[Variant]) -> None:
     """Fill in `seconds` of every variant, all in turn, `session.repeat` times after a warm-up.
 
     Without `session.repeat` it is `DEFAULT_REPEAT` times, or as often as `BUDGET_SECONDS` allow.

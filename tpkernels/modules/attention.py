@@ -18,12 +18,17 @@ from torch import Tensor, nn
 
 from tpkernels.comm.agreement import InputCheck
 from tpkernels.comm.group import Group, GroupLike, resolve_group
-from tpkernels.errors import ConfigError
+from tpkernels.errors import ConfigError, UnsupportedModuleError
 from tpkernels.modules.attend import attend, local_mask
 from tpkernels.modules.class_swap import set_attributes, swap_class
 from tpkernels.modules.dropout import probability
 from tpkernels.modules.head_partition import HeadPartition, rows_layout
-from tpkernels.modules.linear import ColumnParallelLinear, JointProjection, RowParallelLinear
+from tpkernels.modules.linear import (
+    ColumnParallelLinear,
+    JointProjection,
+    RowParallelLinear,
+    linear_sizes,
+)
 from tpkernels.modules.rotary import apply_rotary, rotary_tables
 from tpkernels.modules.style import SwapStyle
 from tpkernels.shard_spec import layout_from_blocks
@@ -198,6 +203,18 @@ class TPAttention(nn.Module):
         """
         group = resolve_group(group)
         heads = HeadPartition.of(num_heads, num_kv_heads or num_heads, head_dim, group.size, name)
+        q_width, kv_width = num_heads * head_dim, heads.num_kv_heads * head_dim
+        widths = {q: q_width, k: kv_width, v: kv_width}
+        if qkv is not None:
+            widths = {qkv: q_width + 2 * kv_width}
+        found = {leaf: linear_sizes(module, leaf, name)[1] for leaf in widths}
+        found[out], widths[out] = linear_sizes(module, out, name)[0], q_width
+        for leaf, width in widths.items():
+            if found[leaf] != width:
+                raise UnsupportedModuleError(
+                    f"{name}: {leaf!r} has {found[leaf]} features, but {num_heads} heads and "
+                    f"{heads.num_kv_heads} key-value heads of {head_dim} need {width}"
+                )
         split = AttentionSplit(
             group,
             heads,
@@ -285,7 +302,13 @@ class TPAttention(nn.Module):
             raise ConfigError(f"TPAttention.forward does not take {', '.join(named)}")
         if x.dim() != 3:
             raise ConfigError(f"x must be [B, S, hidden], got {tuple(x.shape)}")
-        inputs = {"x": x, "attention_mask": attention_mask, "context": context}
+        inputs = {
+            "x": x,
+            "attention_mask": attention_mask,
+            "key_padding_mask": key_padding_mask,
+            "context": context,
+            "position_ids": position_ids,
+        }
         tp.check(inputs, tp.group, "TPAttention")
         q, k, v = self._project(x, context)
         if tp.rope_theta is not None:

@@ -15,14 +15,14 @@ from torch import nn
 
 from tpkernels.errors import ConfigError
 
-_MISSING = object()
 _RECORD = "_tpkernels_swap"
 
 
 @dataclass
 class _Swap:
     original: type
-    attributes: dict[str, Any] = field(default_factory=dict)  # name -> value before the swap
+    replaced: dict[str, Any] = field(default_factory=dict)  # name -> value before the swap
+    added: set[str] = field(default_factory=set)  # names that were not there before
 
 
 @functools.cache
@@ -49,7 +49,10 @@ def set_attributes(module: nn.Module, **attributes: Any) -> None:
     """Set attributes on a module so that :func:`restore_class` puts the old ones back."""
     record: _Swap = module.__dict__.setdefault(_RECORD, _Swap(type(module)))
     for name, value in attributes.items():
-        record.attributes.setdefault(name, module.__dict__.get(name, _MISSING))
+        if name not in module.__dict__:
+            record.added.add(name)
+        elif name not in record.added:
+            record.replaced.setdefault(name, module.__dict__[name])
         module.__dict__[name] = value
 
 
@@ -73,8 +76,6 @@ def restore_class(module: nn.Module) -> None:
     """Undo :func:`swap_class`: the original class and the original attributes."""
     record: _Swap = module.__dict__.pop(_RECORD)
     module.__class__ = record.original
-    for name, value in record.attributes.items():
-        if value is _MISSING:
-            module.__dict__.pop(name, None)
-        else:
-            module.__dict__[name] = value
+    for name in record.added:
+        module.__dict__.pop(name, None)
+    module.__dict__.update(record.replaced)

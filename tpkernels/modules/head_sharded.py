@@ -80,10 +80,12 @@ def shard_heads_(
     widths: dict[str, str],
     dropout: float | str | None,
     projections: list[ColumnParallelLinear],
+    out: nn.Module,
 ) -> None:
     """Give ``module`` this rank's head counts and join its (already split) projections, in place.
 
-    ``widths``: attribute -> which of :data:`WIDTHS` it is; ``projections`` read one input.
+    ``widths``: attribute -> which of :data:`WIDTHS` it is; ``projections`` read one input; what
+    follows ``out`` is replicated, also where ``module``'s own forward goes on after it.
     """
     rank = group.rank
     local = {
@@ -96,5 +98,7 @@ def shard_heads_(
     joint = JointProjection(projections) if len(projections) > 1 else None
     for leaf in projections if joint is not None else ():
         set_attributes(leaf, joint=joint)
+    if dropout not in (None, 0.0):
+        set_attributes(out, ends_rank_stream=True)
     swap_class(module, HeadShardedAttention, _tp=HeadSplit(group, heads, dropout, joint))
     set_attributes(module, **{name: local[meaning] for name, meaning in widths.items()})

@@ -24,7 +24,7 @@ from tpkernels.comm.regions import gather_from_tensor_model_parallel_region as g
 from tpkernels.comm.regions import scatter_to_tensor_model_parallel_region as scatter_to_region
 from tpkernels.comm.rng import rejoin_shared_stream
 from tpkernels.errors import ConfigError, UnsupportedModuleError
-from tpkernels.modules.class_swap import swap_class
+from tpkernels.modules.class_swap import is_swapped, swap_class
 from tpkernels.modules.parameters import layout_spec, local_tensor, shard_parameter_, split_spec
 from tpkernels.modules.style import SwapStyle
 from tpkernels.overlap import column_gemm_act, gemm_all_reduce
@@ -133,6 +133,25 @@ class _ParallelLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, "
             f"{self._split} split, rank {self.group.rank} of {self.group.size}"
         )
+
+
+def linear_sizes(owner: nn.Module, path: str, name: str) -> tuple[int, int]:
+    """(in, out) features of the dense linear layer at ``path`` of ``owner``; ``name`` is owner's.
+
+    Raises:
+        UnsupportedModuleError: there is none; so that an owner checks all before it changes any.
+    """
+    try:
+        leaf = owner.get_submodule(path)
+    except AttributeError:
+        children = ", ".join(child for child, _ in owner.named_children())
+        raise UnsupportedModuleError(
+            f"{name}: there is no module {path!r}. Fix: name one of its own: {children or 'none'}"
+        ) from None
+    if is_swapped(leaf):
+        raise UnsupportedModuleError(f"{name}.{path} is already tensor-parallel")
+    in_features, out_features, _ = _leaf_features(leaf, f"{name}.{path}")
+    return in_features, out_features
 
 
 def _leaf_features(module: nn.Module, name: str) -> tuple[int, int, bool]:
@@ -277,6 +296,8 @@ class RowParallelLinear(_ParallelLinear):
     _split = "row"
     input_is_parallel: bool = True
     reduce_dtype: torch.dtype | None = None
+    ends_rank_stream: bool = False
+    """It is called inside an attention that draws dropout from this rank's own stream."""
 
     def __init__(
         self,
@@ -346,7 +367,8 @@ class RowParallelLinear(_ParallelLinear):
         return [spec.local_shape_of(rank)[spec.dim] for rank in range(self.group.size)]
 
     def forward(self, x: Tensor) -> Tensor:
-        rejoin_shared_stream()  # what follows is replicated: dropout must agree again
+        if self.ends_rank_stream and self.training:
+            rejoin_shared_stream()  # what follows is replicated: dropout must agree again
         if not self.input_is_parallel:
             self._check_input(x)
             x = scatter_to_region(x, self.group.name, -1, self.input_sizes())

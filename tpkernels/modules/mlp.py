@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from tpkernels.comm.agreement import InputCheck
 from tpkernels.comm.group import Group, GroupLike, resolve_group
-from tpkernels.errors import ConfigError
+from tpkernels.errors import ConfigError, UnsupportedModuleError
 from tpkernels.modules.class_swap import swap_class
 from tpkernels.modules.dropout import probability, sharded_dropout
-from tpkernels.modules.linear import ColumnParallelLinear, RowParallelLinear
+from tpkernels.modules.linear import ColumnParallelLinear, RowParallelLinear, linear_sizes
 from tpkernels.modules.style import SwapStyle
 from tpkernels.overlap import column_gemm_act, gemm_all_reduce, mlp
 from tpkernels.reference.activation import activation as apply_activation
@@ -131,10 +131,16 @@ class TPMLP(nn.Module):
         """
         check_activation(activation)
         group = resolve_group(group)
-        layout = None
-        if fused:
-            _, out_features = _features(module.get_submodule(up))
-            layout = fused_layout(out_features, group, f"{name}.{up}")
+        in_features, out_features = linear_sizes(module, up, name)
+        layout = fused_layout(out_features, group, f"{name}.{up}") if fused else None
+        width = out_features // 2 if fused else out_features
+        taken, _ = linear_sizes(module, down, name)
+        gated_alike = gate is None or linear_sizes(module, gate, name) == (in_features, width)
+        if taken != width or not gated_alike:
+            raise UnsupportedModuleError(
+                f"{name}: {up!r} turns {in_features} features into {width}, but {down!r} takes "
+                f"{taken}" + ("" if gated_alike else f" and {gate!r} has other sizes")
+            )
         split = MLPSplit(
             group,
             activation,
@@ -239,10 +245,3 @@ def fused_layout(out_features: int, group: Group, name: str) -> tuple[tuple[Chun
         rows.append((start, size))
         start += size
     return layout_from_blocks([(rows, half), (rows, half)])
-
-
-def _features(leaf: nn.Module) -> tuple[int, int]:
-    if isinstance(leaf, nn.Linear):
-        return leaf.in_features, leaf.out_features
-    weight: Tensor = leaf.weight  # type: ignore[assignment]
-    return weight.shape[0], weight.shape[1]

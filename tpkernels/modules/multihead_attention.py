@@ -83,7 +83,13 @@ class TPMultiheadAttention(nn.Module):
         """As ``nn.MultiheadAttention.forward``; all arguments the same on all ranks."""
         if is_causal and attn_mask is None:
             raise ConfigError("is_causal=True needs attn_mask, as in nn.MultiheadAttention")
-        inputs = {"query": query, "key": key, "value": value}
+        inputs = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "key_padding_mask": key_padding_mask,
+            "attn_mask": attn_mask,
+        }
         self._tp.check(inputs, self._tp.group, "nn.MultiheadAttention")
         batched, shared = query.dim() == 3, (query is key, key is value)
         q_in, k_in, v_in = (self._batch_first(t, batched) for t in (query, key, value))

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from tpkernels.recognise.probes import probe
 from tpkernels.recognise.structure import ActivationName
 from tpkernels.reference.activation import ACTIVATIONS, activation
 
@@ -71,8 +72,7 @@ def splits_features(function: Callable[..., Tensor], width: int, inputs: int = 1
     around a sharded hidden needs: no reduction over the features, no size written into the code,
     no randomness.
     """
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(inputs, 2, 3, width, dtype=torch.float64, generator=generator)
+    x = probe(inputs, 2, 3, width, seed=2)
     cut = max(1, width // 3)
     slices = (slice(0, cut), slice(cut, None)) if width > 1 else (slice(0, 1),)
     try:
@@ -135,8 +135,9 @@ def _forward_of(function: Function | nn.Module) -> Function:
 @functools.lru_cache(maxsize=8)
 def _expectations(width: int) -> tuple[Tensor, dict[ActivationName, tuple[Tensor, Tensor]]]:
     """The grid as [2, n, width] and every activation's value and gradient on it."""
-    far = torch.tensor(_FAR, dtype=torch.float64)
-    points = torch.cat([torch.linspace(-12, 12, 1501, dtype=torch.float64), far, -far])
+    far = torch.tensor(_FAR, dtype=torch.float64, device="cpu")
+    near = torch.linspace(-12, 12, 1501, dtype=torch.float64, device="cpu")
+    points = torch.cat([near, far, -far])
     rows = -(-points.numel() // (2 * width))
     x = points.repeat(2 * width * rows // points.numel() + 1)[: 2 * width * rows]
     x = x.flip(0).reshape(2, rows, width)

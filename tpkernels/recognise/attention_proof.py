@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from tpkernels.recognise import canonical
 from tpkernels.recognise.canonical import MaskReading, Roles
+from tpkernels.recognise.probes import all_visible, probe
 from tpkernels.recognise.prove import Linear
 from tpkernels.recognise.structure import leaf_features
 from tpkernels.recognise.trace import Trace, evaluate
@@ -73,7 +74,7 @@ def prove(
         scale = _rounded(float(given[largest] / products[largest]), roles.head_dim, scores.dtype)
     masks = None
     if required_mask is not None:
-        masks = {s: torch.ones(s[0], 1, s[1], s[1], dtype=torch.bool) for s in SHAPES}
+        masks = {shape: all_visible(*shape) for shape in SHAPES}
     for causal in (False, True):
         reading = Reading(roles, scale, causal)
         if _agrees(traced, reading, linear, required_mask, masks, "keep"):
@@ -114,9 +115,7 @@ def prove_mask(mask: MaskArgument, reading: Reading, linear: Linear) -> MaskArgu
 def inputs(traced: Trace, shape: tuple[int, int]) -> dict[fx.Node, Tensor]:
     """A random first argument [B, T, features] of float64."""
     features = leaf_features(traced.submodule(traced.linears[0]))[0]
-    generator = torch.Generator().manual_seed(8)
-    x = torch.randn(*shape, features, dtype=torch.float64, generator=generator)
-    return {traced.placeholders[0]: x}
+    return {traced.placeholders[0]: probe(*shape, features, seed=8)}
 
 
 def _rounded(scale: float, head_dim: int, dtype: torch.dtype) -> float:
@@ -168,11 +167,10 @@ def _random_mask(shape: tuple[int, int], meaning: MaskReading, ndim: int) -> Ten
     """A random mask under which every token sees itself."""
     batch, tokens = shape
     size = (batch, 1, tokens, tokens) if ndim == 4 else (tokens, tokens)
-    generator = torch.Generator().manual_seed(7)
-    random = torch.randn(size, dtype=torch.float64, generator=generator)
+    random = probe(*size, seed=7)
     if meaning == "additive":
         return random
-    visible = (random > 0) | torch.eye(tokens, dtype=torch.bool)
+    visible = (random > 0) | torch.eye(tokens, dtype=torch.bool, device="cpu")
     if meaning == "drop":
         return ~visible
     return visible.double() if meaning == "nonzero_keep" else visible

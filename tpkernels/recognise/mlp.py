@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tpkernels.recognise.activation import is_elementwise, match_formula, same, splits_features
+from tpkernels.recognise.probes import probe
 from tpkernels.recognise.prove import formula_problem
 from tpkernels.recognise.scope import Scope
 from tpkernels.recognise.structure import (
@@ -29,7 +30,13 @@ from tpkernels.recognise.structure import (
     has_hooks,
     leaf_features,
 )
-from tpkernels.recognise.trace import Trace, dropout_of, evaluate, signature_of
+from tpkernels.recognise.trace import (
+    Trace,
+    dropout_of,
+    evaluate,
+    linears_before,
+    signature_of,
+)
 from tpkernels.reference.activation import activation
 
 
@@ -78,28 +85,11 @@ def find_mlps(trace: Trace, scope: Scope) -> MLPMatches:
         taken.update(structure.leaves)
     for down in trace.linears:
         if str(down.target) in problems:
-            for source in _linears_before(trace, down):
+            for source in linears_before(trace, down):
                 problems.setdefault(
                     str(source.target), f"{down.target!r}: {problems[str(down.target)]}"
                 )
     return MLPMatches(structures, {p: why for p, why in problems.items() if p not in taken})
-
-
-def _linears_before(trace: Trace, down: fx.Node) -> list[fx.Node]:
-    """The linear layers whose results reach ``down`` through no other."""
-    found: list[fx.Node] = []
-    seen: set[fx.Node] = set()
-    stack = list(down.all_input_nodes)
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if trace.is_linear(node):
-            found.append(node)
-        else:
-            stack.extend(node.all_input_nodes)
-    return found
 
 
 def _region_before(trace: Trace, down: fx.Node) -> _Region:
@@ -162,7 +152,7 @@ def _structure(trace: Trace, scope: Scope, region: _Region, down: fx.Node) -> ML
     outer = _whole(trace, region, down, inner) if exact else None
     if outer is None and not form.splits:
         raise _NoMLP("what lies between the layers is not element-wise or has a fixed width")
-    if outer is None and not computing:
+    if outer is None and form.structure.act == "none" and form.structure.kind == "plain":
         raise _NoMLP("no activation lies between it and the linear layer before it")
     structure = replace(
         form.structure,
@@ -243,8 +233,7 @@ def _gate_activation(function: Callable[..., Tensor], hidden: int) -> Activation
     act = match_formula(lambda gate: function(gate, torch.ones_like(gate)), hidden)
     if act is None:
         return None
-    generator = torch.Generator().manual_seed(3)
-    gate, up = torch.randn(2, 2, 3, hidden, dtype=torch.float64, generator=generator).unbind()
+    gate, up = probe(2, 2, 3, hidden, seed=3).unbind()
     try:
         with torch.no_grad():
             return act if same(function(gate, up), activation(gate, act) * up) else None

@@ -29,6 +29,7 @@ from tpkernels.recognise.attention_proof import (
     prove_mask,
 )
 from tpkernels.recognise.canonical import Roles
+from tpkernels.recognise.probes import all_visible
 from tpkernels.recognise.prove import Linear, probe_linears, run_problem
 from tpkernels.recognise.scope import Scope
 from tpkernels.recognise.structure import AttentionStructure, Refusal, has_hooks, leaf_features
@@ -39,6 +40,7 @@ from tpkernels.recognise.trace import (
     buffers_of,
     dropout_of,
     evaluate,
+    linears_before,
     signature_of,
     trace,
 )
@@ -63,9 +65,14 @@ def match_plain_attention(module: nn.Module, scope: Scope) -> AttentionStructure
         return Refusal(str(problem), KEEP_DENSE)
 
 
-def has_attention(traced: Trace) -> bool:
-    """Whether a traced forward computes attention."""
-    return _core(traced) is not None
+def attention_layers(traced: Trace) -> list[str]:
+    """The linear layers around the attention that a traced forward computes, if it does."""
+    core = _core(traced)
+    if core is None:
+        return []
+    reached = {core, *_until_linear(traced, core)}
+    after = [n for n in traced.linears if reached & set(n.all_input_nodes)]
+    return [str(n.target) for n in (*linears_before(traced, core), *after)]
 
 
 def _match(
@@ -101,7 +108,7 @@ def _prove(
     traced: Trace, core: fx.Node, out: fx.Node, mask: MaskArgument | None
 ) -> AttentionStructure:
     paths = tuple(str(node.target) for node in traced.linears)
-    linear = probe_linears(traced.module, paths, torch.float64)
+    linear = probe_linears(traced.module, paths)
     required = mask.name if mask is not None and mask.trace is traced else None
     reading = _read(traced, core, out, linear, required)
     if mask is not None:
@@ -275,8 +282,7 @@ def _scores(
     """What the softmax gets for the first shape, and the scale where it is stated."""
     batch, tokens = SHAPES[0]
     env = inputs(traced, SHAPES[0])
-    visible = torch.ones(batch, 1, tokens, tokens, dtype=torch.bool)
-    env |= {p: visible for p in traced.placeholders if p.target == required_mask}
+    env |= {p: all_visible(batch, tokens) for p in traced.placeholders if p.target == required_mask}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         if core.target is not F.scaled_dot_product_attention:
             return evaluate(traced, core.all_input_nodes[0], env, linear), None
@@ -331,14 +337,20 @@ def _orders(traced: Trace, core: fx.Node, paths: list[str]) -> list[tuple[str, .
 
 def _linears_of(traced: Trace, node: Any) -> list[str]:
     """Linear layers that ``node`` depends on."""
+    sources = {node, *_sources(node)} if isinstance(node, fx.Node) else set()
+    return [str(n.target) for n in traced.linears if n in sources]
+
+
+def _sources(node: fx.Node) -> set[fx.Node]:
+    """Everything that ``node`` depends on."""
     seen: set[fx.Node] = set()
-    stack = [node] if isinstance(node, fx.Node) else []
+    stack = list(node.all_input_nodes)
     while stack:
-        current = stack.pop()
-        if current not in seen:
-            seen.add(current)
-            stack.extend(current.all_input_nodes)
-    return [str(n.target) for n in traced.linears if n in seen]
+        source = stack.pop()
+        if source not in seen:
+            seen.add(source)
+            stack.extend(source.all_input_nodes)
+    return seen
 
 
 def _optional_arguments(module: nn.Module) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from tpkernels.recognise.probes import probe
 from tpkernels.recognise.scope import Scope
 from tpkernels.recognise.structure import MLPStructure, leaf_features
 from tpkernels.recognise.trace import Trace, in_mode, signature_of
@@ -46,8 +47,7 @@ def run_problem(
     signature = f"{signature_of(trace)} {claim} {weight.dtype} {weight.device}"
     if signature in scope.proven:
         return None
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(5))
-    x = x.to(weight.device, weight.dtype)
+    x = probe(*shape, seed=5).to(weight.device, weight.dtype)
     try:
         with torch.no_grad(), in_mode(module, training=False):
             result = module.forward(x)
@@ -73,16 +73,14 @@ def apply_linear(leaf: nn.Module, x: Tensor) -> Tensor:
     return y + bias if isinstance(bias, Tensor) else y
 
 
-def probe_linears(module: nn.Module, paths: tuple[str, ...], dtype: torch.dtype) -> Linear:
+def probe_linears(module: nn.Module, paths: tuple[str, ...]) -> Linear:
     """Random weights for linear leaves, of the real sizes: real ones may be zero or missing."""
-    generator = torch.Generator().manual_seed(6)
     probes = {}
-    for path in paths:
-        leaf = module.get_submodule(path)
-        inputs, outputs = leaf_features(leaf)
-        weight = torch.randn(inputs, outputs, dtype=dtype, generator=generator) * inputs**-0.5
-        has_bias = isinstance(leaf.bias, Tensor)
-        probes[path] = weight, has_bias * torch.randn(outputs, dtype=dtype, generator=generator)
+    for seed, path in enumerate(paths, start=100):
+        inputs, outputs = leaf_features(module.get_submodule(path))
+        weight = probe(inputs, outputs, seed=seed) * inputs**-0.5
+        has_bias = isinstance(module.get_submodule(path).bias, Tensor)
+        probes[path] = weight, has_bias * probe(outputs, seed=seed + 1000)
     return lambda path, x: x @ probes[path][0] + probes[path][1]
 
 

@@ -68,22 +68,30 @@ def feeds(parent: type[nn.Module], producer: str, consumer: str) -> bool:
     ``self.consumer(h, ...)`` or ``self.consumer(h[0], ...)``, or one call inside the other, with
     ``h`` used nowhere else. False where there is no source.
     """
-    trees = [_source_of(cls) for cls in parent.__mro__ if cls not in (nn.Module, object)]
-    nodes = [node for tree in trees if tree is not None for node in ast.walk(tree)]
-    if sum(_is_call(node, producer) for node in nodes) != 1:
+    methods = _methods(parent)
+    nodes = [node for method in methods for node in ast.walk(method)]
+    if sum(_is_call(node, producer) for node in nodes) != 1 or any(map(_is_super, nodes)):
         return False
-    methods = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     return any(_feeds_in(method, producer, consumer) for method in methods)
 
 
-def _source_of(cls: type) -> ast.Module | None:
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError, SyntaxError):
-        return None
+def _methods(cls: type) -> list[ast.AST]:
+    """The source of the methods that an object of ``cls`` has, without those of nn.Module."""
+    trees: list[ast.AST] = []
+    for name in dir(cls):
+        function = inspect.unwrap(getattr(cls, name)) if callable(getattr(cls, name)) else None
+        if not inspect.isfunction(function) or name == "__init__":
+            continue
+        if getattr(nn.Module, name, None) is function:
+            continue
+        try:
+            trees.append(ast.parse(textwrap.dedent(inspect.getsource(function))))
+        except (OSError, TypeError, SyntaxError):
+            continue
+    return trees
 
 
-def _feeds_in(method: ast.FunctionDef, producer: str, consumer: str) -> bool:
+def _feeds_in(method: ast.AST, producer: str, consumer: str) -> bool:
     calls = [n for n in ast.walk(method) if _is_call(n, consumer)]
     if len(calls) != 1 or not calls[0].args:  # type: ignore[attr-defined]
         return False
@@ -107,6 +115,11 @@ def _feeds_in(method: ast.FunctionDef, producer: str, consumer: str) -> bool:
         if isinstance(n, ast.Name) and n.id == argument.id and isinstance(n.ctx, ast.Load)
     ]
     return names == [argument.id] and len(reads) == 1
+
+
+def _is_super(node: ast.AST) -> bool:
+    """``super()``: the inherited method runs too, and is not among the methods."""
+    return isinstance(node, ast.Name) and node.id == "super"
 
 
 def _is_call(node: ast.AST, child: str) -> bool:
@@ -148,6 +161,8 @@ def _linear_then_activation(module: nn.Module, scope: Scope) -> _UpperHalf | Non
     if traced.output is up or not splits_features(function, width):
         return None
     act = match_formula(function, width)
+    if act == "none":
+        return None
     alone = len(inside) == 2 and len(modules) == 1 and act is not None
     ours = alone and scope.only_inside(traced.submodule(modules[0]), module)
     return _UpperHalf(str(up.target), act, str(modules[0].target) if ours else None)

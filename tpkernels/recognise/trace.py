@@ -141,9 +141,10 @@ def evaluate(
         raise LookupError(f"the argument {node.target!r} takes part in the computation")
 
     needed = _needed(trace, node, known)
-    for candidate in trace.graph.nodes:
-        if candidate in needed:
-            known[candidate] = compute(candidate)
+    with torch.device("cpu"):  # for tensors that the module's code makes
+        for candidate in trace.graph.nodes:
+            if candidate in needed:
+                known[candidate] = compute(candidate)
     return fx.map_arg(node, known.__getitem__)
 
 
@@ -331,6 +332,23 @@ def _numbered(args: Any, number: dict[fx.Node, int]) -> Any:
         return f"row {number[node]}"
 
     return fx.map_arg(args, row)
+
+
+def linears_before(trace: Trace, node: fx.Node) -> list[fx.Node]:
+    """Calls of linear layers whose results reach ``node`` through no other."""
+    found: list[fx.Node] = []
+    seen: set[fx.Node] = set()
+    stack = list(node.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if trace.is_linear(node):
+            found.append(node)
+        else:
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 def signature_of(trace: Trace) -> str:

@@ -31,7 +31,7 @@ from torch import nn
 from tpkernels.recognise import adapters
 from tpkernels.recognise.attention import KEEP_DENSE
 from tpkernels.recognise.mlp import find_mlps, is_candidate
-from tpkernels.recognise.plain_attention import has_attention, match_plain_attention
+from tpkernels.recognise.plain_attention import attention_layers, match_plain_attention
 from tpkernels.recognise.scope import Scope
 from tpkernels.recognise.siblings import match_siblings
 from tpkernels.recognise.structure import (
@@ -164,11 +164,11 @@ class _Walk:
         for structure in matches.structures:
             if not self._any_settled(module, structure):
                 self._claim_or_explain(module, structure)
+        inline = [module.get_submodule(path) for path in attention_layers(traced)]
+        reason = f"{self._name(module)} computes attention inside a larger forward"
+        self._explain(inline, reason, _OWN_MODULE)
         for path, reason in matches.problems.items():
             self._explain([module.get_submodule(path)], f"{reason} (in {self._name(module)})")
-        if has_attention(traced):
-            reason = f"{self._name(module)} computes attention inside a larger forward"
-            self._explain(self._open_layers(module), reason, _OWN_MODULE)
 
     def _trace_open(self, module: nn.Module) -> Trace:
         """Trace ``module`` through the children that still have open layers, if that works."""

@@ -154,8 +154,14 @@ def _destroy_groups_except(kept: set[dist.ProcessGroup]) -> None:
 
     Done when the next message arrives: by then every rank has returned from the task.
     """
-    for group in [group for group in distributed_c10d._world.pg_map if group not in kept]:
+    doomed = [group for group in distributed_c10d._world.pg_map if group not in kept]
+    for group in doomed:
         dist.destroy_process_group(group)
+    if doomed and "torch.distributed.tensor" in sys.modules:
+        # DTensor's caches take a later task's mesh for an equal one whose groups are gone.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _collectives() -> dict[str, int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from tpkernels.recognise.adapters import bert, fused, separate, torch_transformer
+from tpkernels.recognise.adapters import bert, fused, multihead, separate, torch_transformer
 from tpkernels.recognise.attention import KEEP_DENSE, uses_attention_interface
 from tpkernels.recognise.structure import Matches, Refusal
 
@@ -18,6 +18,7 @@ Adapter = Callable[[nn.Module], Matches | Refusal | None]
 
 ADAPTERS: tuple[Adapter, ...] = (
     torch_transformer.match,
+    multihead.match,
     bert.match,
     fused.match,
     separate.match,

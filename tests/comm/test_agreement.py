@@ -1,0 +1,155 @@
+"""Ranks that hold different values are told so, all of them, with the tensor's name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tpkernels import check_agreement
+from tpkernels.comm.agreement import CHECKED_CALLS, InputCheck
+from tpkernels.comm.group import resolve_group
+from tpkernels.errors import AgreementError, ConfigError
+from tpkernels.testing import RankError, count_collectives
+
+BASE = torch.arange(24.0).view(4, 6)
+ALIKE = {
+    "float": BASE,
+    "bf16": BASE.bfloat16(),
+    "strided": BASE.t(),
+    "expanded": BASE[:1].expand(4, 6),
+    "offset": BASE.flatten()[1:],
+    "int": BASE.long(),
+    "bool": BASE > 3,
+    "complex": torch.complex(BASE, BASE),
+    "fp8": BASE.to(torch.float8_e4m3fn),
+    "nan": torch.full((3,), torch.nan),
+    "scalar": torch.tensor(3.0),
+    "empty": torch.zeros(0, 5),
+    "none": None,
+    "parameter": torch.nn.Parameter(BASE),
+}
+
+
+def compare(group, given, odd=None):
+    """Compare `given`; the odd rank holds `odd` instead."""
+    mine = odd if odd is not None and group.rank() == 1 else given
+    check_agreement(mine, group, "inputs of the test")
+
+
+def compare_alike(group):
+    compare(group, ALIKE)
+
+
+def test_equal_values_pass(pool):
+    pool.run(compare_alike, world_size=3)
+
+
+def changed(position, value):
+    other = BASE.clone()
+    other.view(-1)[position] += value
+    return other
+
+
+DIFFERENT = {
+    "first value": (BASE, changed(0, 1e-6), "values"),
+    "last value": (BASE, changed(-1, 1e-6), "values"),
+    "swapped values": (BASE, BASE.flip(1), "values"),
+    "swapped rows": (BASE, BASE.flip(0), "values"),
+    "sign of zero": (torch.zeros(3), -torch.zeros(3), "values"),
+    "one byte": (torch.zeros(9, dtype=torch.uint8), torch.eye(9, dtype=torch.uint8)[8], "values"),
+    "shape": (BASE, BASE.view(6, 4), "shape"),
+    "rows": (BASE, BASE[:3], "shape"),
+    "dimensions": (BASE, BASE[None], "number of dimensions"),
+    "empty shape": (torch.zeros(0, 5), torch.zeros(0, 6), "shape"),
+    "dtype": (BASE, BASE.double(), "dtype"),
+    "bf16 for fp16": (BASE.bfloat16(), BASE.half(), "dtype"),
+    "none": (BASE, {"none": None}, "number of dimensions"),
+}
+
+
+def all_differences(group):
+    """The message of every difference on this rank, or what else happened."""
+    seen = {}
+    for label, (value, other, _) in DIFFERENT.items():
+        other = other["none"] if isinstance(other, dict) else other
+        try:
+            compare(group, {"same": BASE, "hidden": value}, {"same": BASE, "hidden": other})
+            seen[label] = "no error"
+        except AgreementError as error:
+            seen[label] = str(error)
+    return seen
+
+
+def test_a_difference_is_told_on_every_rank_by_name(pool):
+    for rank, seen in enumerate(pool.run(all_differences, world_size=3)):
+        for label, (_, _, field) in DIFFERENT.items():
+            message = seen[label]
+            assert f"inputs of the test: 'hidden' differs in {field}" in message, (rank, label)
+            assert "ranks [1] of the group" in message and f"this is rank {rank}" in message
+            assert "Fix: " in message
+
+
+def test_different_numbers_of_tensors(pool):
+    with pytest.raises(RankError, match=r"different numbers of tensors: \[1, 2\]") as caught:
+        pool.run(compare, {"a": BASE}, {"a": BASE, "b": BASE}, world_size=2)
+    assert [f.type_name.split(".")[-1] for f in caught.value.failures] == ["AgreementError"] * 2
+
+
+def any_single_value(group, size, position):
+    x = torch.zeros(size)
+    if group.rank() == 1:
+        x[position] = 1e-30
+    try:
+        check_agreement({"x": x}, group, "test")
+    except AgreementError:
+        return True
+    return False
+
+
+def test_one_changed_value_is_seen_wherever_it_is(pool):
+    for size in (1, 7, 1021, 1022, 70_001):
+        for position in {0, size // 2, size - 1}:
+            assert pool.run(any_single_value, size, position, world_size=2) == [True, True]
+
+
+def checked_calls(group, calls):
+    group, check, checked = resolve_group(group), InputCheck(), []
+    for _ in range(calls):
+        with count_collectives() as counts:
+            check({"x": BASE}, group, "layer")
+        checked.append(counts.total.calls > 0)
+    return checked
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (None, [True] * CHECKED_CALLS + [False] * 2),
+        ("first", [True] * CHECKED_CALLS + [False] * 2),
+        ("always", [True] * (CHECKED_CALLS + 2)),
+        ("off", [False] * (CHECKED_CALLS + 2)),
+    ],
+)
+def test_modes_of_the_check(pool, mode, expected):
+    env = {} if mode is None else {"TPKERNELS_CHECK": mode}
+    assert pool.run(checked_calls, len(expected), world_size=2, env=env) == [expected] * 2
+
+
+def test_an_unknown_mode_is_refused(pool):
+    with pytest.raises(RankError, match="TPKERNELS_CHECK='often' is not known") as caught:
+        pool.run(checked_calls, 1, world_size=2, env={"TPKERNELS_CHECK": "often"})
+    assert isinstance(caught.value.__cause__, ConfigError)
+
+
+def test_a_group_of_one_agrees_with_itself():
+    check_agreement({"x": BASE}, None, "test")
+
+
+def checked_bytes(group):
+    with count_collectives() as counts:
+        check_agreement({"x": torch.zeros(10_000), "y": None}, group, "test")
+    return counts.total.bytes
+
+
+def test_what_is_sent_is_small_whatever_the_tensors(pool):
+    assert pool.run(checked_bytes, world_size=2) == [2 * 32 + 2 * 2 * 32] * 2
