@@ -181,6 +181,7 @@ def _plan_attention(
                 mask_argument=s.mask_argument,
                 mask_kind=s.mask_kind,
                 mask_replaces_causal=s.mask_replaces_causal,
+                own_keywords=False,
                 name=found.path,
             )
 
@@ -229,6 +230,11 @@ def _split_leaves(
 def _within(core: str, dropout: float | str | None) -> float | str | None:
     """A path relative to the found module, as seen from its ``core``."""
     return dropout.removeprefix(f"{core}.") if core and isinstance(dropout, str) else dropout
+
+
+def _within(core: str, dropout: str | float | None) -> str | float | None:
+    """A path relative to the found module as one relative to the core inside it."""
+    return dropout.removeprefix(f"{core}.") if isinstance(dropout, str) and core else dropout
 
 
 # --- vocabulary -----------------------------------------------------------------------------

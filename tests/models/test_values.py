@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from tests.models.zoo import HUGGING_FACE, MODELS, build, outputs, scalar
+from tests.models.zoo import HUGGING_FACE, MODELS, batch, build, outputs, scalar
 from tests.modules.comparing import TIGHT, assert_ranks_agree
 from tpkernels.comm.group import resolve_group
 from tpkernels.modules.parameters import gather_gradient
@@ -31,6 +31,11 @@ def gradients(name, model, group=None, **options):
     return {k: v.detach() for k, v in (found | grads).items() if v is not None}
 
 
+def real(name, value):
+    """Without gradients PyTorch's encoder leaves out padded tokens; what they give is up to it."""
+    return value[batch()[1] == 1] if name.startswith("encoder") else value
+
+
 def compare_to(ours, dense):
     assert ours.keys() == dense.keys()
     for key, value in ours.items():
@@ -48,7 +53,8 @@ def values_task(group, name):
     with torch.no_grad():
         ours = outputs(name, model)
         for key, value in outputs(name, dense).items():
-            torch.testing.assert_close(ours[key], value, **CLOSE)
+            actual = real(name, ours[key])
+            torch.testing.assert_close(actual, real(name, value), **CLOSE)
     return torch.cat([value.flatten() for value in ours.values()])
 
 
@@ -68,7 +74,10 @@ def half_task(group, name):
             ours, eager = outputs(name, model), outputs(name, dense)
             truth = outputs(name, copy.deepcopy(dense).double())
         for key, value in ours.items():
-            assert_two_times(value, eager[key], truth[key], dtype, name=f"{key} in {dtype}")
+            if key == "loss":  # transformers computes it in fp32 whatever the model
+                continue
+            three = (real(name, each[key]) for each in ({key: value}, eager, truth))
+            assert_two_times(*three, dtype, name=f"{key} in {dtype}")
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama_gqa", "encoder", "user"])

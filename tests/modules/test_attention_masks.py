@@ -173,7 +173,6 @@ def test_position_ids(pool):
         ({"attention_mask": torch.zeros(2, 3, 5, 5)}, "3 heads; allowed: 1 or 4"),
         ({"attention_mask": torch.zeros(5, 5, dtype=torch.int64)}, "torch.int64"),
         ({"key_padding_mask": torch.zeros(2, 1, 5)}, r"key_padding_mask must be \[B, T\]"),
-        ({"mask": torch.zeros(5, 5)}, "does not take mask"),
     ],
 )
 def test_wrong_masks(options, message):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tpkernels.comm.agreement import InputCheck
 from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.errors import ConfigError, UnsupportedModuleError
+from tpkernels.modules.arguments import ReplacedForward
 from tpkernels.modules.attend import attend, local_mask
 from tpkernels.modules.class_swap import set_attributes, swap_class
 from tpkernels.modules.dropout import probability
@@ -86,6 +87,8 @@ class AttentionSplit:
     mask_argument: str | None = None  # its name there
     mask_kind: str | None = None  # sdpa, additive or nonzero_keep
     mask_replaces_causal: bool = False  # causal only when no mask is given
+    replaced: ReplacedForward = ReplacedForward(("x",))
+    own_keywords: bool = True  # the replaced forward takes what TPAttention's does
     check: InputCheck = field(default_factory=InputCheck)
 
 
@@ -190,6 +193,7 @@ class TPAttention(nn.Module):
         mask_argument: str | None = None,
         mask_kind: str | None = None,
         mask_replaces_causal: bool = False,
+        own_keywords: bool = True,
         reduce_dtype: torch.dtype | None = None,
         name: str = "attention",
     ) -> None:
@@ -200,6 +204,8 @@ class TPAttention(nn.Module):
         ``mask_argument``, ``mask_kind`` and ``mask_replaces_causal`` say how the original forward
         takes its mask: under which name; ``sdpa`` (bool True attends, float is added),
         ``additive`` or ``nonzero_keep`` (0 is hidden); and whether a mask switches causal off.
+        ``own_keywords``: its forward means by ``attention_mask``, ``key_padding_mask``,
+        ``context``, ``position_ids`` and ``cache`` what this class does; False refuses them.
         """
         group = resolve_group(group)
         heads = HeadPartition.of(num_heads, num_kv_heads or num_heads, head_dim, group.size, name)
@@ -230,8 +236,10 @@ class TPAttention(nn.Module):
             mask_argument=mask_argument,
             mask_kind=mask_kind,
             mask_replaces_causal=mask_replaces_causal,
+            replaced=ReplacedForward.of(module),
+            own_keywords=own_keywords,
         )
-        swap_class(module, cls, _tp=split)
+        swap_class(module, cls, _AsReplaced, _tp=split)
         module._split_leaves(reduce_dtype, name)  # type: ignore[operator]
 
     @classmethod
@@ -282,7 +290,6 @@ class TPAttention(nn.Module):
         context: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: KVCacheLike | None = None,
-        **named: Any,
     ) -> Tensor:
         """[B, S, hidden] -> [B, S, hidden], the same on all ranks.
 
@@ -296,10 +303,6 @@ class TPAttention(nn.Module):
             cache: object with ``update(key, value, layer_idx)``; holds this rank's heads.
         """
         tp = self._tp
-        if tp.mask_argument is not None and tp.mask_argument in named:
-            attention_mask = named.pop(tp.mask_argument)
-        if named:
-            raise ConfigError(f"TPAttention.forward does not take {', '.join(named)}")
         if x.dim() != 3:
             raise ConfigError(f"x must be [B, S, hidden], got {tuple(x.shape)}")
         inputs = {
@@ -347,6 +350,30 @@ class TPAttention(nn.Module):
         tp = self._tp
         causal = ", causal" if tp.causal else ""
         return f"{tp.heads.describe()}{causal}, rank {tp.group.rank} of {tp.group.size}"
+
+
+class _AsReplaced(nn.Module):
+    """Takes what the replaced forward took, under its names."""
+
+    _tp: AttentionSplit
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        tp = self._tp
+        named = tp.replaced.bind(args, kwargs, "TPAttention")
+        x = tp.replaced.first(named, "TPAttention")
+        mask = named.pop(tp.mask_argument, None) if tp.mask_argument is not None else None
+        if mask is None and tp.own_keywords:
+            mask = named.pop("attention_mask", None)
+        unknown = [name for name in named if not (tp.own_keywords and name in _KEYWORDS)]
+        if unknown:
+            raise ConfigError(
+                f"TPAttention: an attention that was replaced takes no {', '.join(unknown)}: what "
+                "they would do to it is not known. Fix: strict=False with a plan that leaves it out"
+            )
+        return super().forward(x, mask, **named)
+
+
+_KEYWORDS = ("key_padding_mask", "context", "position_ids", "cache")
 
 
 def split_projections_(

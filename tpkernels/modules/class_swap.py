@@ -26,22 +26,28 @@ class _Swap:
 
 
 @functools.cache
-def _joined(parallel: type, original: type) -> type:
+def _joined(adapter: type | None, parallel: type, original: type) -> type:
     name = parallel.__name__
     if original.__name__ not in (name, "Linear"):
         name = f"{name}_{original.__name__}"
-    return type(name, (parallel, original), {"__module__": parallel.__module__})
+    bases = (parallel, original) if adapter is None else (adapter, parallel, original)
+    return type(name, bases, {"__module__": parallel.__module__})
 
 
-def swap_class(module: nn.Module, parallel: type, **attributes: Any) -> None:
-    """Make ``module`` a ``parallel`` in place and set ``attributes`` on it, reversibly."""
+def swap_class(
+    module: nn.Module, parallel: type, adapter: type | None = None, **attributes: Any
+) -> None:
+    """Make ``module`` a ``parallel`` in place and set ``attributes`` on it, reversibly.
+
+    ``adapter``: a class before ``parallel`` that takes calls meant for the original's forward.
+    """
     if is_swapped(module):
         raise ConfigError(
             f"{type(module).__name__} is already tensor-parallel. "
             "Fix: tpkernels.unparallelize first"
         )
     module.__dict__.setdefault(_RECORD, _Swap(type(module)))
-    module.__class__ = _joined(parallel, type(module))  # type: ignore[arg-type]
+    module.__class__ = _joined(adapter, parallel, type(module))  # type: ignore[arg-type]
     set_attributes(module, **attributes)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tpkernels.comm.agreement import InputCheck
 from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.errors import ConfigError, UnsupportedModuleError
+from tpkernels.modules.arguments import ReplacedForward
 from tpkernels.modules.class_swap import swap_class
 from tpkernels.modules.dropout import probability, sharded_dropout
 from tpkernels.modules.linear import ColumnParallelLinear, RowParallelLinear, linear_sizes
@@ -47,6 +48,7 @@ class MLPSplit:
     dropout: float | str = 0.0
     outer_dropout: float | str = 0.0
     reduce_dtype: torch.dtype | None = None
+    replaced: ReplacedForward = ReplacedForward(("x",))
     check: InputCheck = field(default_factory=InputCheck)
 
 
@@ -152,8 +154,9 @@ class TPMLP(nn.Module):
             dropout,
             outer_dropout,
             reduce_dtype,
+            ReplacedForward.of(module),
         )
-        swap_class(module, cls, _tp=split)
+        swap_class(module, cls, _AsReplaced, _tp=split)
         for leaf in (up, gate):
             if leaf is not None:
                 ColumnParallelLinear.shard_(
@@ -189,7 +192,7 @@ class TPMLP(nn.Module):
         first, second = (0, 1) if tp.gate_first else (1, 0)
         return halves[second], biases[second], halves[first], biases[first]
 
-    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         tp = self._tp
         tp.check({"input": x}, tp.group, "TPMLP")
         w_up, b_up, w_gate, b_gate = self._projections()
@@ -233,6 +236,16 @@ class TPMLP(nn.Module):
         tp = self._tp
         gated = tp.fused or tp.gate is not None
         return f"activation={tp.activation}, gated={gated}, rank {tp.group.rank} of {tp.group.size}"
+
+
+class _AsReplaced(nn.Module):
+    """Takes what the replaced forward took. Of that, only the input is read in an MLP."""
+
+    _tp: MLPSplit
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        named = self._tp.replaced.bind(args, kwargs, "TPMLP")
+        return super().forward(self._tp.replaced.first(named, "TPMLP"))
 
 
 def fused_layout(out_features: int, group: Group, name: str) -> tuple[tuple[Chunk, ...], ...]:

@@ -14,6 +14,17 @@ from tpkernels import envs, native
 from tpkernels.errors import ConfigError
 from tpkernels.library import OP_NAMES
 
+LOCAL_OPS = (  # those that a compiled kernel can serve
+    "gemm_act",
+    "gemm_act_aux",
+    "act_grad",
+    "gemm_dact",
+    "gemm_glu",
+    "gemm_glu_aux",
+    "glu_grad",
+    "gemm_dglu",
+)
+
 
 @dataclass(frozen=True)
 class ImplementationStatus:
@@ -94,7 +105,11 @@ def resolve(device_type: str) -> tuple[str, str]:
 def resolve_all() -> list[tuple[str, str, str]]:
     """(op, implementation, reason) for every op on this machine's CPU."""
     implementation, reason = resolve("cpu")
-    return [(name, implementation, reason) for name in OP_NAMES]
+    composed = "made of the local ops and torch.distributed"
+    return [
+        (name, implementation, reason) if name in LOCAL_OPS else (name, "reference", composed)
+        for name in OP_NAMES
+    ]
 
 
 def require_servable(device_type: str) -> None:

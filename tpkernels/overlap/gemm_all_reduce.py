@@ -14,9 +14,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tpkernels.comm.collectives import Pending, all_reduce_async
-from tpkernels.library import check_gemm, define, needs_grad, rows
+from tpkernels.errors import ConfigError
+from tpkernels.library import DTYPES, check_gemm, define, needs_grad, rows
 from tpkernels.ops.gemm_act import gemm_act
 from tpkernels.overlap.plan import plan_gemm_all_reduce
+
+
+def _check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, reduce_dtype: torch.dtype | None
+) -> None:
+    check_gemm("gemm_all_reduce", x, weight, bias)
+    if reduce_dtype is not None and reduce_dtype not in DTYPES:
+        allowed = ", ".join(map(str, DTYPES))
+        raise ConfigError(
+            f"gemm_all_reduce: reduce_dtype={reduce_dtype} cannot hold the sums; "
+            f"allowed: None, {allowed}"
+        )
 
 
 def _run(
@@ -27,7 +40,7 @@ def _run(
     reduce_dtype: torch.dtype | None = None,
     chunks: int | None = None,
 ) -> Tensor:
-    check_gemm("gemm_all_reduce", x, weight, bias)
+    _check(x, weight, bias, reduce_dtype)
     if not group_name:
         return gemm_act(x, weight, bias)
     x_MK = rows(x)
@@ -69,7 +82,7 @@ def _fake(
     reduce_dtype: torch.dtype | None = None,
     chunks: int | None = None,
 ) -> Tensor:
-    check_gemm("gemm_all_reduce", x, weight, bias)
+    _check(x, weight, bias, reduce_dtype)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -130,6 +143,7 @@ def _autograd(
     chunks: int | None = None,
 ) -> Tensor:
     if needs_grad(x, weight, bias):
+        _check(x, weight, bias, reduce_dtype)
         if not group_name:
             return gemm_act(x, weight, bias)
         held = _SaveForBackward.apply(x, weight, bias)

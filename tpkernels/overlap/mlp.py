@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tpkernels.library import check_gemm, define, needs_grad, rows
+from tpkernels.errors import ConfigError
+from tpkernels.library import (
+    check_dtypes,
+    check_gemm,
+    check_same_shape,
+    define,
+    needs_grad,
+    rows,
+)
 from tpkernels.ops.gemm_act import gemm_act, gemm_act_aux, gemm_dact
 from tpkernels.ops.gemm_glu import gemm_dglu, gemm_glu, gemm_glu_aux
 from tpkernels.overlap.column import column_backward
@@ -30,6 +38,36 @@ from tpkernels.overlap.gemm_all_reduce import (
     placeholder,
     row_grads,
 )
+from tpkernels.reference.activation import check_activation
+
+
+def _check(
+    x: Tensor,
+    w_up: Tensor,
+    b_up: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    act: str,
+) -> None:
+    check_activation(act)
+    check_gemm("mlp", x, w_up, b_up, weight_name="w_up", bias_name="b_up")
+    if w_gate is not None:
+        check_same_shape("mlp", w_up=w_up, w_gate=w_gate)
+        check_gemm("mlp", x, w_gate, b_gate, weight_name="w_gate", bias_name="b_gate")
+    elif b_gate is not None:
+        raise ConfigError("mlp: b_gate was given without w_gate. Fix: give both or neither")
+    if w_down.dim() != 2 or w_down.shape[1] != w_up.shape[0]:
+        raise ConfigError(
+            f"mlp: w_down must be [N, F] with F={w_up.shape[0]}, the rows of w_up "
+            f"{tuple(w_up.shape)}, got {tuple(w_down.shape)}"
+        )
+    if b_down is not None and tuple(b_down.shape) != (w_down.shape[0],):
+        raise ConfigError(
+            f"mlp: b_down must be [N] with N={w_down.shape[0]}, got {tuple(b_down.shape)}"
+        )
+    check_dtypes("mlp", x=x, w_down=w_down, b_down=b_down)
 
 
 def _run(
@@ -44,6 +82,7 @@ def _run(
     group_name: str,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
+    _check(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act)
     if w_gate is None:
         h = gemm_act(x, w_up, b_up, act)
     else:
@@ -63,7 +102,7 @@ def _fake(
     group_name: str,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    check_gemm("mlp", x, w_up, b_up)
+    _check(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act)
     return x.new_empty((*x.shape[:-1], w_down.shape[0]))
 
 
@@ -134,6 +173,7 @@ def _autograd(
 ) -> Tensor:
     tensors = (x, w_up, b_up, w_gate, b_gate, w_down, b_down)
     if needs_grad(*tensors):
+        _check(*tensors, act)
         held, h = _UpAndSave.apply(*tensors, act, group_name)
         bias = None if b_down is None else b_down.detach()
         return Communicate.apply(

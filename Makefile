@@ -1,0 +1,62 @@
+# `make demo` and `make test` each do all set-up; both are quick when repeated.
+PY := .venv/bin/python
+NVCC := $(shell command -v nvcc)
+CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'python/*.cpp' 'python/*.h')
+CUDA_FILES = $(wildcard csrc/kernels/*.cu)
+# The -gencode form: -arch=sm_90a alone would also run a plain sm_90 pass.
+GENCODE := -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90a,code=sm_90a
+
+.PHONY: help demo test setup build lint format ctest cuda-check compat clean
+
+help:  ## what there is
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+demo: build  ## a real model, dense and tensor-parallel on 2 ranks
+	@$(PY) -m tpkernels demo --nproc 2
+
+test: build lint ctest cuda-check  ## everything CI runs
+	@$(PY) -m pytest
+
+setup:  ## .venv with pinned requirements; an importable torch is kept
+	@scripts/setup.sh
+
+build: setup  ## the compiled extension, in place; without a compiler says what is lost
+	@$(PY) -m tpkernels build --optional
+
+lint: setup  ## ruff, mypy, clang-format
+	@echo "lint: ruff, mypy, clang-format"
+	@$(PY) -m ruff check -q tpkernels tests scripts setup.py
+	@$(PY) -m ruff format -q --check tpkernels tests scripts setup.py
+	@$(PY) -m mypy --no-error-summary tpkernels
+	@.venv/bin/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: setup  ## rewrite sources as lint wants them
+	@$(PY) -m ruff check -q --fix tpkernels tests scripts setup.py
+	@$(PY) -m ruff format -q tpkernels tests scripts setup.py
+	@.venv/bin/clang-format -i $(CXX_FILES)
+
+ctest:  ## C++ tests, without torch
+	@if command -v cmake >/dev/null && command -v c++ >/dev/null; then \
+	  cmake -S . -B build/cmake -DCMAKE_BUILD_TYPE=Release >build/cmake.log 2>&1 \
+	    || { cat build/cmake.log; exit 1; }; \
+	  cmake --build build/cmake -j2 >>build/cmake.log 2>&1 || { tail -50 build/cmake.log; exit 1; }; \
+	  ctest --test-dir build/cmake --output-on-failure --no-tests=error; \
+	else echo "ctest: skipped, no cmake or no C++ compiler"; fi
+
+cuda-check:  ## compile the CUDA sources where nvcc is (no GPU needed)
+ifeq ($(NVCC),)
+	@echo "cuda-check: skipped, no nvcc"
+else ifeq ($(CUDA_FILES),)
+	@echo "cuda-check: no CUDA sources yet"
+else
+	@mkdir -p build/cuda
+	@for f in $(CUDA_FILES); do echo "cuda-check: $$f"; \
+	  $(NVCC) -std=c++20 -O3 -Icsrc $(GENCODE) -Xptxas -v,-warn-spills -c $$f \
+	    -o build/cuda/$$(basename $$f .cu).o || exit 1; done
+endif
+
+compat: setup  ## quick tests with the newest torch and another CPython (large downloads)
+	@$(PY) scripts/compat.py
+
+clean:  ## everything built; keeps .venv
+	@rm -rf build tpkernels/_C*.so tpkernels/_build_info.json

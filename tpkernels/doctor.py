@@ -1,0 +1,175 @@
+"""``tpkernels doctor``: what is here, which implementation serves each op, why the rest is off."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import tpkernels
+from tpkernels import native
+
+_OPTIONAL = {
+    "transformers": "Hugging Face models and the demo",
+    "safetensors": "loading the demo's weights",
+    "gguf": "the demo's SmolLM2",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; ``fix`` is a command or an action, where there is one."""
+
+    topic: str
+    state: str
+    fix: str | None = None
+
+
+def main(argv: list[str]) -> int:
+    """Print the report; always 0, since a missing part is a finding and not a failure."""
+    parser = argparse.ArgumentParser(prog="tpkernels doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    options = parser.parse_args(argv)
+    findings = _machine() + _torch()
+    implementations, ops = _implementations()
+    if options.json:
+        report = {
+            "findings": [asdict(finding) for finding in findings],
+            "implementations": implementations,
+            "ops": [dict(zip(("op", "implementation", "reason"), op, strict=True)) for op in ops],
+            "build": native.status().build_info,
+        }
+        print(json.dumps(report, indent=2))
+        return 0
+    _print(findings, implementations, ops)
+    return 0
+
+
+def _print(
+    findings: list[Finding], implementations: list[dict[str, Any]], ops: list[tuple[str, str, str]]
+) -> None:
+    width = max(len(finding.topic) for finding in findings)
+    for finding in findings:
+        print(f"{finding.topic:<{width}}  {finding.state}")
+        if finding.fix:
+            print(f"{'':<{width}}  fix: {finding.fix}")
+    if implementations:
+        print("\nimplementations of the local ops")
+    for each in implementations:
+        print(f"  {each['name']:<10} {'on ' if each['available'] else 'off'}  {each['reason']}")
+        if each["fix"]:
+            print(f"  {'':<10}      fix: {each['fix']}")
+    if ops:
+        print("\nwhat serves each op on this machine's CPU")
+    for op, implementation, reason in ops:
+        print(f"  {op:<28} {implementation:<10} {reason}")
+
+
+def _machine() -> list[Finding]:
+    findings = [
+        Finding("tpkernels", tpkernels.__version__),
+        Finding("python", f"{platform.python_version()} on {platform.platform()}"),
+    ]
+    compiler = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
+    if compiler is None:
+        fix = "install g++ or clang++, then: tpkernels build"
+        findings.append(Finding("C++ compiler", "none: plain PyTorch serves all ops", fix))
+    else:
+        findings.append(Finding("C++ compiler", _first_line([compiler, "--version"])))
+    nvcc = shutil.which("nvcc")
+    findings.append(Finding("nvcc", _last_line([nvcc, "--version"]) if nvcc else "none"))
+    for package, use in _OPTIONAL.items():
+        version = _version(package)
+        fix = None if version else "pip install 'tpkernels[demo]'"
+        findings.append(Finding(package, version or f"not installed: needed for {use}", fix))
+    return findings
+
+
+def _torch() -> list[Finding]:
+    status = native.status()
+    extension = Finding("extension", status.reason, status.fix)
+    if importlib.util.find_spec("torch") is None:
+        fix = "pip install 'torch>=2.11'"
+        return [Finding("torch", "not installed: every tensor feature needs it", fix), extension]
+    import torch
+    import torch.distributed as dist
+
+    findings = [Finding("torch", torch.__version__), extension]
+    backends = [
+        name
+        for name, available in (
+            ("gloo", dist.is_gloo_available()),
+            ("nccl", dist.is_nccl_available()),
+        )
+        if available
+    ]
+    findings.append(Finding("backends", ", ".join(backends) or "none"))
+    if torch.version.cuda is None:
+        findings.append(
+            Finding("CUDA", "this torch is a CPU build", "install a CUDA build of torch")
+        )
+        return findings
+    count = torch.cuda.device_count()
+    if not count:
+        findings.append(Finding("CUDA", f"torch has CUDA {torch.version.cuda}, but sees no GPU"))
+        return findings
+    findings.append(Finding("CUDA", torch.version.cuda))
+    for index in range(count):
+        major, minor = torch.cuda.get_device_capability(index)
+        name = torch.cuda.get_device_name(index)
+        peers = [
+            str(other)
+            for other in range(count)
+            if other != index and torch.cuda.can_device_access_peer(index, other)
+        ]
+        access = f"; peer access to {', '.join(peers)}" if peers else "; no peer access"
+        findings.append(Finding(f"GPU {index}", f"{name}, sm_{major}{minor}{access}"))
+    return findings
+
+
+def _implementations() -> tuple[list[dict[str, Any]], list[tuple[str, str, str]]]:
+    if importlib.util.find_spec("torch") is None:
+        return [], []
+    from tpkernels import modules  # noqa: F401 (defines every op)
+    from tpkernels.errors import ConfigError
+    from tpkernels.ops import choice
+
+    implementations = [asdict(status) for status in choice.implementations()]
+    try:
+        return implementations, choice.resolve_all()
+    except ConfigError as error:  # TPKERNELS_GEMM asks for what cannot serve
+        return implementations, [("every op", "none", str(error))]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(command: list[str]) -> str:
+    return _output(command).splitlines()[0]
+
+
+def _last_line(command: list[str]) -> str:
+    return _output(command).splitlines()[-1]
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{command[0]} does not run: {error}"
+    return done.stdout.strip() or f"{command[0]} exits {done.returncode} without a word"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
