@@ -88,10 +88,9 @@ def main() -> None:
         emit(real, f"kExpPoly{precision}", mp.exp, -half_ln2, half_ln2, exp_degree)
         top = mp.mpf(bound) / (bound + k)
         emit(real, f"kNormalPoly{precision}", normal_ratio(k), mp.mpf(0), top, ratio_degree)
-        print(f"inline constexpr {real} kNormalShift{precision} = {literal(real, mp.mpf(k))};")
-        print(
-            f"inline constexpr {real} kNormalBound{precision} = {literal(real, mp.mpf(bound))};\n"
-        )
+        f = "f" if real == "float" else ""
+        print(f"inline constexpr {real} kNormalShift{precision} = {k}{f};")
+        print(f"inline constexpr {real} kNormalBound{precision} = {bound}{f};\n")
     print("}  // namespace tpkernels")
 
 

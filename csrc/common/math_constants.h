@@ -27,3 +27,31 @@ inline constexpr double kNormalPolyDouble[] = {
     5.9500035536607033,     -6.1173064188983604,    4.2552885979953103,    -1.9947114020071782,
     5.0000000000000001e-1,
 };
+inline constexpr double kNormalShiftDouble = 5.0;
+inline constexpr double kNormalBoundDouble = 38.5;
+
+// Largest relative error of the fit: 2.5e-9.
+inline constexpr float kExpPolyFloat[] = {
+    1.39411084e-3f, 8.3751264e-3f, 4.16663529e-2f, 1.66664155e-1f,
+    5.00000005e-1f, 1.00000004f,   1.0f,
+};
+// Largest relative error of the fit: 3.3e-7.
+inline constexpr float kNormalPolyFloat[] = {
+    4.1278885e-2f,   -1.18390518e-1f, 3.54195085e-2f, 1.76412152e-1f, 6.86483148e-2f,
+    -9.73245059e-1f, 1.6662279f,      -1.39629867f,   5.00000003e-1f,
+};
+inline constexpr float kNormalShiftFloat = 3.5f;
+inline constexpr float kNormalBoundFloat = 13.25f;
+
+// Largest relative error of the fit: 3.5e-6.
+inline constexpr float kExpPolyHalf[] = {
+    4.18756445e-2f, 1.6792143e-1f, 4.99993721e-1f, 9.99962295e-1f, 1.0f,
+};
+// Largest relative error of the fit: 0.00018.
+inline constexpr float kNormalPolyHalf[] = {
+    1.06092314e-1f, -1.74849256e-1f, -2.87561967e-1f, 1.05413029f, -1.1969256f, 5.00001189e-1f,
+};
+inline constexpr float kNormalShiftHalf = 3.0f;
+inline constexpr float kNormalBoundHalf = 13.25f;
+
+}  // namespace tpkernels

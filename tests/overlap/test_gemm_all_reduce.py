@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -131,9 +133,8 @@ def test_the_same_bits_on_every_rank_and_in_every_run(pool, dtype, chunks):
 
 
 def wide_range(group, reduce_dtype):
-    """Each rank's partial sum: 256 on rank 0, 0.75 on the others; bf16 steps by 2 above 256."""
-    own = 256.0 if group.rank() == 0 else 0.75
-    x, weight = torch.tensor([[own]]).bfloat16(), torch.ones(1, 1).bfloat16()
+    """Every rank's partial sum is 256 + 1, which bf16 (steps of 2 there) cannot hold."""
+    x, weight = torch.tensor([[256.0, 1.0]]).bfloat16(), torch.ones(1, 2).bfloat16()
     name = resolve_group(group).name
     with count_collectives() as counts:
         y = gemm_all_reduce(x, weight, None, name, reduce_dtype=reduce_dtype)
@@ -142,10 +143,10 @@ def wide_range(group, reduce_dtype):
 
 
 def test_reduce_dtype_rounds_once(pool):
-    """TP-33: 256 + 3 * 0.75 = 258.25 is 258 in bf16; summed in bf16 it stays 256."""
-    assert pool.run(wide_range, torch.float32) == [(258.0, 4)] * 4
-    assert pool.run(wide_range, torch.bfloat16) == [(256.0, 2)] * 4
-    assert pool.run(wide_range, None) == [(256.0, 2)] * 4
+    """TP-33: 3 * 257 = 771 is 772 in bf16; rounded on every rank first, it is 768."""
+    assert pool.run(wide_range, torch.float32, world_size=3) == [(772.0, 4)] * 3
+    assert pool.run(wide_range, torch.bfloat16, world_size=3) == [(768.0, 2)] * 3
+    assert pool.run(wide_range, None, world_size=3) == [(768.0, 2)] * 3
 
 
 def gradients_of(group, k_sizes, chunks):
@@ -169,11 +170,8 @@ def test_gradcheck_one_rank_perturbed_at_a_time(pool):
 
 def fails_in_a_chunk(group):
     """A GEMM fails on every rank after two chunks have been sent."""
-    from tpkernels.overlap import gemm_all_reduce as module_function  # noqa: F401
-    import tpkernels.overlap.gemm_all_reduce as _  # noqa: F401
-    import sys
-
-    module = sys.modules["tpkernels.overlap.gemm_all_reduce"]
+    module = importlib.import_module("tpkernels.overlap.gemm_all_reduce")
+    name, x, weight = resolve_group(group).name, torch.ones(8, 2), torch.ones(3, 2)
     sent, real_partial, real_async = [], module._partial, module.all_reduce_async
 
     def partial(x, weight, out):
@@ -187,19 +185,18 @@ def fails_in_a_chunk(group):
 
     module._partial, module.all_reduce_async = partial, record
     try:
-        gemm_all_reduce(torch.ones(8, 2), torch.ones(3, 2), None, resolve_group(group).name, chunks=4)
+        gemm_all_reduce(x, weight, None, name, chunks=4)
     except MemoryError:
         pending = [p for p in sent if p._work is not None]
     finally:
         module._partial, module.all_reduce_async = real_partial, real_async
-    y = gemm_all_reduce(torch.ones(4, 2), torch.ones(3, 2), None, resolve_group(group).name, chunks=2)
-    return len(sent), len(pending), y
+    return len(sent), len(pending), gemm_all_reduce(x, weight, None, name, chunks=2)
 
 
 def test_an_error_between_two_chunks_leaves_nothing_pending(pool):
     for sent, pending, y in pool.run(fails_in_a_chunk, world_size=2):
         assert (sent, pending) == (2, 0)
-        assert torch.equal(y, torch.full((4, 3), 4.0))
+        assert torch.equal(y, torch.full((8, 3), 4.0))
 
 
 def bad_call(group, kind):
