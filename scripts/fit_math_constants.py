@@ -14,9 +14,9 @@ import mpmath as mp
 
 mp.mp.dps = 50
 Function = Callable[[mp.mpf], mp.mpf]
-# Precision, C++ type, degree of exp, k, bound and degree of R: about the smallest that fit to half a
-# unit in the last place where the tail matters; for Half, to an eighth of fp16's. From the bound on,
-# exp(-a^2 / 2) is 0.
+# Precision, C++ type, degree of exp, k, bound and degree of R: about the smallest that fit to half
+# a unit in the last place where the tail matters; for Half, to an eighth of fp16's. From the bound
+# on, exp(-a^2 / 2) is 0.
 PRECISIONS = (
     ("Double", "double", 11, 5.0, 38.5, 20),
     ("Float", "float", 6, 3.5, 13.25, 8),
@@ -79,9 +79,7 @@ def emit(real: str, name: str, function: Function, low: mp.mpf, high: mp.mpf, de
 
 def main() -> None:
     """Print the header."""
-    print(
-        "// Made by scripts/fit_math_constants.py; checked by csrc/tests/math_test.cpp. Do not edit."
-    )
+    print("// Made by scripts/fit_math_constants.py, checked by csrc/tests/math_test.cpp.")
     print("#pragma once\n\nnamespace tpkernels {\n")
     for precision, real, exp_degree, k, bound, ratio_degree in PRECISIONS:
         half_ln2 = mp.log(2) / 2

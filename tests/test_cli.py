@@ -59,7 +59,7 @@ def test_an_unknown_command_is_one_line(arguments, capsys):
 
 @pytest.mark.parametrize("text", ["0", "-1", "x", "1.5", ""])
 def test_rank_count_refuses(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="allowed: 1, 2, 3.*Fix: --nproc 2"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"allowed: 1, 2, 3.*Fix: --nproc 2"):
         cli.rank_count(text)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpkernels.chunked_tensor import ChunkedTensor
@@ -40,35 +41,46 @@ def full_state_dict(
 
     Args:
         cpu: move each tensor to the CPU as it is gathered.
-        rank0_only: return ``{}`` on every rank but global rank 0.
+        rank0_only: return ``{}`` on every rank but the first of those that share the model.
 
     Collective over all ranks that hold a part: call it on all of them.
     """
     group = group_of(model)
-    keep = not (rank0_only and torch.distributed.is_initialized() and torch.distributed.get_rank())
+    keep = not rank0_only or is_first_rank(group)
     result: dict[str, Any] = {}
-    gathered: dict[tuple[Any, ...], Tensor] = {}
-    for key, value in model.state_dict().items():
+    gathered: dict[int, Tensor] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             result[key] = value
             continue
-        identity = _storage(value)
-        if identity not in gathered:
+        if id(value) not in gathered:  # a tied parameter is one object on every rank
             full = gather_full(value, group)
             if not keep:
                 full = full.new_empty(0)
-            gathered[identity] = full.cpu() if cpu else full
-        result[key] = gathered[identity]
+            gathered[id(value)] = full.cpu() if cpu else full
+        result[key] = gathered[id(value)]
     return result if keep else {}
 
 
-def _storage(value: Tensor) -> tuple[Any, ...]:
-    """Two entries with one identity are one tied tensor; an empty part is nobody's alias."""
-    local = getattr(value, "_local_tensor", value)
-    if local.is_meta or local.numel() == 0:
-        return (id(value),)
-    with torch._C.DisableTorchFunctionSubclass():
-        return (local.data_ptr(), local.dtype, tuple(value.shape), tuple(local.stride()))
+def sharing_meshes(group: Group | None) -> list[dist.ProcessGroup]:
+    """The process groups, one a dimension, that together hold the ranks sharing one model.
+
+    Those of the mesh that ``group`` is a dimension of, without its pipeline stages, which hold
+    other layers; else the group itself, else all ranks.
+    """
+    if not dist.is_initialized():
+        return []
+    if group is None:
+        return [dist.group.WORLD]  # type: ignore[list-item]
+    root = None if group._mesh is None else group._mesh._get_root_mesh()
+    if root is None or root.ndim == 1 or not root.mesh_dim_names:
+        return [] if group.process_group is None else [group.process_group]
+    return [root.get_group(name) for name in root.mesh_dim_names if name != "pp"]
+
+
+def is_first_rank(group: Group | None) -> bool:
+    """Whether this rank is the first of those that share one model."""
+    return all(each.rank() == 0 for each in sharing_meshes(group))
 
 
 def load_full_state_dict(

@@ -67,17 +67,23 @@ class CommandParser(argparse.ArgumentParser):
 
 def rank_count(text: str) -> int:
     """An argument's type: a number of ranks, at least 1."""
-    return _at_least_1(text, "a number of ranks", "Fix: --nproc 2")
+    return _whole(text, 1, "a number of ranks", "--nproc 2")
 
 
 def positive(text: str) -> int:
     """An argument's type: a whole number, at least 1."""
-    return _at_least_1(text, "a whole number", "Fix: give such a number")
+    return _whole(text, 1, "a whole number", "give such a number")
 
 
-def _at_least_1(text: str, what: str, fix: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+def not_negative(text: str) -> int:
+    """An argument's type: a whole number, at least 0."""
+    return _whole(text, 0, "a whole number", "give such a number")
+
+
+def _whole(text: str, least: int, what: str, fix: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or int(text) < least:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not {what}; allowed: 1, 2, 3, and so on. {fix}"
+            f"{text!r} is not {what}; allowed: {least}, {least + 1}, {least + 2}, and so on. "
+            f"Fix: {fix}"
         )
     return int(text)

@@ -11,29 +11,34 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from tpkernels.checkpoint import full_state_dict
+from tpkernels.checkpoint import full_state_dict, group_of, is_first_rank, sharing_meshes
 
 
 def wrap_save_pretrained(model: nn.Module) -> None:
-    """Let ``model.save_pretrained(...)`` gather the weights (all ranks) and write on rank 0."""
-    original = getattr(model, "save_pretrained", None)
-    if original is None:
-        return
+    """Let ``save_pretrained`` of a model, and of models in it, gather on all ranks, write on one.
 
-    @functools.wraps(original)
-    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("state_dict") is None:
-            kwargs["state_dict"] = full_state_dict(model, cpu=True)
-        result = None
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            result = original(*args, **kwargs)
-        if dist.is_initialized():
-            dist.barrier()  # WAR: no rank may read the directory before rank 0 has written it
-        return result
+    Collective over the ranks that share the model (all dimensions of its mesh).
+    """
+    for module in model.modules():
+        if hasattr(module, "save_pretrained"):
+            # A partial, not a closure: a copy of the model gets one that saves the copy.
+            module.__dict__["save_pretrained"] = functools.partial(_save_pretrained, module)
 
-    model.__dict__["save_pretrained"] = save_pretrained
+
+def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    group, result = group_of(module), None
+    if kwargs.get("state_dict") is None:
+        kwargs["state_dict"] = full_state_dict(module, cpu=True, rank0_only=True)
+    if is_first_rank(group):
+        result = type(module).save_pretrained(module, *args, **kwargs)  # type: ignore[operator]
+    for each in sharing_meshes(group):
+        dist.barrier(each)  # WAR: no rank may read the directory before it has been written
+    return result
 
 
 def restore_save_pretrained(model: nn.Module) -> None:
-    """Give ``model`` its class's ``save_pretrained`` back."""
-    model.__dict__.pop("save_pretrained", None)
+    """Give ``model``, and models in it, their class's ``save_pretrained`` back."""
+    for module in model.modules():
+        saved = module.__dict__.get("save_pretrained")
+        if isinstance(saved, functools.partial) and saved.func is _save_pretrained:
+            del module.__dict__["save_pretrained"]

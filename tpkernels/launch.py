@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Mapping
 
 from torch.distributed import run
@@ -29,9 +30,16 @@ def inside_rank(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def prepare_rank() -> None:
-    """To be called first thing in a rank: Ctrl-C ends it at once, without a traceback."""
-    if os.environ.get(_LAUNCHED):
+    """To be called first thing in a rank.
+
+    Ctrl-C then ends it at once, without a traceback, and what every rank would warn of is said
+    once: by the launcher, or by rank 0 under `torchrun`.
+    """
+    launched = os.environ.get(_LAUNCHED)
+    if launched:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if launched or os.environ["RANK"] != "0":
+        warnings.simplefilter("ignore", errors.TPKernelsWarning)
 
 
 def start_ranks(command: list[str], nproc: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -15,7 +16,14 @@ from tpkernels.comm.agreement import InputCheck, check_agreement
 from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.errors import ConfigError, UnsupportedModuleError
 from tpkernels.huggingface import restore_save_pretrained, wrap_save_pretrained
-from tpkernels.modules.class_swap import is_changed, restore_class
+from tpkernels.modules import (
+    TPMLP,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TPAttention,
+    VocabParallelEmbedding,
+)
+from tpkernels.modules.class_swap import is_changed, is_swapped, restore_class
 from tpkernels.modules.parameters import gather_full, gather_gradient
 from tpkernels.ops import choice
 from tpkernels.overlap.plan import plan_gemm_all_reduce
@@ -25,8 +33,10 @@ from tpkernels.replace import Replacement, TiedParameters, plan_replacement
 from tpkernels.report import ModuleRow, ParallelReport
 
 _HOOK = "_tpkernels_input_check"
+_BUILT = (TPMLP, TPAttention, ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
 
+@torch.inference_mode(False)  # recognition differentiates, and parameters outlive the caller's
 def parallelize(
     model: nn.Module,
     mesh: GroupLike = None,
@@ -68,11 +78,9 @@ def parallelize(
         todo, kept = replacements_from_plan(model, plan, group), []  # type: ignore[arg-type]
     _check_weights(model, group)
     report = ParallelReport(group.size, group.rank, dense_bytes=_parameter_bytes(model))
-    tied = TiedParameters(model)
     device_type = _device_type(model)
+    _apply(model, todo, group)
     for replacement in todo:
-        replacement.apply()
-        tied.rebind()
         report.modules.append(
             ModuleRow(
                 replacement.name,
@@ -88,6 +96,19 @@ def parallelize(
     _check_inputs_at_root(model, group)
     wrap_save_pretrained(model)
     return report
+
+
+def _apply(model: nn.Module, todo: list[Replacement], group: Group) -> None:
+    """Make all replacements, or none: what was done before a failure is undone (collective)."""
+    tied = TiedParameters(model)
+    try:
+        for replacement in todo:
+            replacement.apply()
+            tied.rebind()
+    except Exception:
+        tied.rebind()
+        _make_dense(model, group)
+        raise
 
 
 def _check_arguments(model: nn.Module, plan: Any, sequence_parallel: bool) -> None:
@@ -203,17 +224,33 @@ def unparallelize(model: nn.Module) -> None:
     is not split.
 
     Raises:
-        ConfigError: the model was wrapped (``fully_shard``) after it was split.
+        ConfigError: the model was wrapped (``fully_shard``) after it was split, or holds modules
+            that were built parallel.
     """
     group = group_of(model)
     if group is None:
         return
     for name, module in model.named_modules():
+        if isinstance(module, _BUILT) and not is_swapped(module):
+            raise ConfigError(
+                f"{name or 'model'} ({type(module).__name__}) was built tensor-parallel and has no "
+                "dense form to go back to. Fix: take tpkernels.full_state_dict(model) and load it "
+                "into a dense model"
+            )
         if hasattr(module, "_get_fsdp_state"):
             raise ConfigError(
                 f"{name or 'model'} is under fully_shard, which cannot be undone. Fix: take "
                 "tpkernels.full_state_dict(model) and load it into a fresh model"
             )
+    _make_dense(model, group)
+    if _HOOK in model.__dict__:
+        model.__dict__.pop(_HOOK).remove()
+    model.__dict__.pop(_GROUP, None)
+    restore_save_pretrained(model)
+
+
+def _make_dense(model: nn.Module, group: Group) -> None:
+    """Dense parameters and gradients, original classes and attributes; collective."""
     dense: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -226,7 +263,3 @@ def unparallelize(model: nn.Module) -> None:
     for module in model.modules():
         if is_changed(module):
             restore_class(module)
-    if _HOOK in model.__dict__:
-        model.__dict__.pop(_HOOK).remove()
-    model.__dict__.pop(_GROUP, None)
-    restore_save_pretrained(model)

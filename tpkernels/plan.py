@@ -19,6 +19,7 @@ from tpkernels.modules import (
     TPMultiheadAttention,
     VocabParallelEmbedding,
 )
+from tpkernels.modules.class_swap import recorded
 from tpkernels.modules.style import SwapStyle
 from tpkernels.recognise import recognise
 from tpkernels.recognise.structure import Found
@@ -105,6 +106,7 @@ def _torch_style(module: nn.Module, style: ParallelStyle, group: Group) -> Calla
         if group.size > 1:
             parameter = next(module.parameters(), None)
             device_type = "cpu" if parameter is None else parameter.device.type
-            style._apply(module, group.mesh(device_type))
+            with recorded(module):
+                style._apply(module, group.mesh(device_type))
 
     return apply

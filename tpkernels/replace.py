@@ -232,11 +232,6 @@ def _within(core: str, dropout: float | str | None) -> float | str | None:
     return dropout.removeprefix(f"{core}.") if core and isinstance(dropout, str) else dropout
 
 
-def _within(core: str, dropout: str | float | None) -> str | float | None:
-    """A path relative to the found module as one relative to the core inside it."""
-    return dropout.removeprefix(f"{core}.") if isinstance(dropout, str) and core else dropout
-
-
 # --- vocabulary -----------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-// Made by scripts/fit_math_constants.py; checked by csrc/tests/math_test.cpp. Do not edit.
+// Made by scripts/fit_math_constants.py, checked by csrc/tests/math_test.cpp.
 #pragma once
 
 namespace tpkernels {

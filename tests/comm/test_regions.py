@@ -133,18 +133,20 @@ def test_forward_backward_and_what_is_sent(pool, region):
         pool.run(run_regions, cases, world_size=world)
 
 
-@given(
-    region=st.sampled_from(sorted(REGIONS)),
-    before=st.lists(st.integers(0, 3), max_size=2),
-    after=st.lists(st.integers(0, 3), max_size=2),
-    sizes=st.lists(st.integers(0, 3), min_size=1, max_size=4),
-    layouts=st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)),
-)
-@settings(max_examples=40)
-def test_any_shape_and_split(pool, region, before, after, sizes, layouts):
-    whole = (*before, sum(sizes), *after)
-    case = (region, whole, len(before), sizes, *layouts)
-    pool.run(run_regions, [case], world_size=len(sizes))
+@st.composite
+def a_case(draw, world):
+    before, after = (draw(st.lists(st.integers(0, 3), max_size=2)) for _ in range(2))
+    sizes = draw(st.lists(st.integers(0, 3), min_size=world, max_size=world))
+    region = draw(st.sampled_from(sorted(REGIONS)))
+    layouts = draw(st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)))
+    return (region, (*before, sum(sizes), *after), len(before), sizes, *layouts)
+
+
+@given(world=st.integers(1, 4), data=st.data())
+@settings(max_examples=15)
+def test_any_shape_and_split(pool, world, data):
+    cases = data.draw(st.lists(a_case(world), min_size=1, max_size=5))
+    pool.run(run_regions, cases, world_size=world)
 
 
 def gradients_of(group, region, sizes):

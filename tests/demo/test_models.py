@@ -13,8 +13,8 @@ from tpkernels.errors import ConfigError
 LIMIT = 240  # seconds: loading a model on every rank, on two busy cores
 
 
-def outcome_of(group, demo, dtype=torch.float32, batch=None):
-    session = Session(group, torch.device("cpu"), dtype, batch, repeat=1)
+def outcome_of(group, demo, dtype=torch.float32, batch=None, repeat=0):
+    session = Session(group, torch.device("cpu"), dtype, batch, repeat)
     return demo(session).as_dict()
 
 
@@ -63,7 +63,7 @@ def test_padding_does_not_change_an_embedding():
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_minilm(pool, world_size):
     need(MINILM)
-    outcomes = pool.run(outcome_of, minilm.demo, world_size=world_size, timeout=LIMIT)
+    outcomes = pool.run(outcome_of, minilm.demo, repeat=1, world_size=world_size, timeout=LIMIT)
     error = checked(outcomes)["max relative error"]
     assert error["value"] <= 1e-5 and error["limit"] == 1e-5
     rows = outcomes[0]["timings"]["16 sentences, 246 tokens"]

@@ -61,9 +61,11 @@ def test_nproc_that_heads_cannot_be_split_into(capsys, model, nproc, allowed):
     assert f"over {nproc} ranks" in line and allowed in line
 
 
-@pytest.mark.parametrize("option", ["--batch", "--repeat"])
-def test_counts_below_one(capsys, option):
-    assert "allowed: 1, 2, 3" in refused(capsys, option, "0")
+@pytest.mark.parametrize(
+    ("option", "text", "allowed"), [("--batch", "0", "1, 2, 3"), ("--repeat", "-1", "0, 1, 2")]
+)
+def test_counts_that_are_none(capsys, option, text, allowed):
+    assert f"allowed: {allowed}" in refused(capsys, f"{option}={text}")
 
 
 def test_a_json_file_in_no_directory(capsys, tmp_path):

@@ -155,7 +155,7 @@ def test_everything_is_put_back(pool):
 
 
 def test_a_collective_that_cannot_be_seen_raises(pools):
-    with pytest.raises(RuntimeError, match="started by C"):
+    with pytest.raises(RuntimeError, match="code started the others"):
         pools(2).run(unseen_calls)
 
 

@@ -113,14 +113,14 @@ def demo(session: Session) -> Outcome:
         cosines = _show_cosines(session, theirs, ours)
         title = f"{len(sentences)} sentences, {int(mask.sum())} tokens"
         runs = partial(hidden, dense), partial(hidden, parallel)
-        variants = timing.compare(session, title, *runs, report)
-    session.say("\n" + timing.table(title, variants) + "\n")
+        timings = {title: timing.compare(session, title, *runs, report)}
+    timing.show(session, timings)
 
     hidden_error = max_relative_error(our_hidden, dense_hidden)
     session.say(f"max relative error of the last hidden state, against dense: {hidden_error:.1e}")
     outcome.facts = {
         "cosines": cosines,
-        "timings": {title: timing.as_rows(variants)},
+        "timings": {title: timing.as_rows(variants) for title, variants in timings.items()},
         "last hidden state": hidden_error,
     }
     dtype = session.dtype

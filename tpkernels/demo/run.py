@@ -12,7 +12,7 @@ import torch
 
 import tpkernels
 from tpkernels import launch
-from tpkernels.cli import USAGE_ERROR, CommandParser, positive, rank_count
+from tpkernels.cli import USAGE_ERROR, CommandParser, not_negative, positive, rank_count
 from tpkernels.demo.packages import MODELS, ModelPackage
 from tpkernels.errors import ConfigError, TPKernelsError
 
@@ -21,6 +21,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def main(argv: list[str]) -> int:
     """Run the demo; 0 if every model's error is within its limit."""
+    if launch.inside_rank():
+        launch.prepare_rank()
     parser = _parser()
     options = parser.parse_args(argv)
     try:
@@ -30,7 +32,6 @@ def main(argv: list[str]) -> int:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return USAGE_ERROR
     if options.nproc == 1 or launch.inside_rank():
-        launch.prepare_rank()
         return _rank_main(options, models, left_out)
     return launch.start_ranks(["tpkernels", "demo", *argv], options.nproc)
 
@@ -60,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--repeat",
-        type=positive,
-        help="timed runs of each variant (default: 10, or what a few seconds allow)",
+        type=not_negative,
+        help="timed runs of each variant, 0 for none (default: 10, or what a few seconds allow)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     return parser

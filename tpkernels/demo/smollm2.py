@@ -57,9 +57,7 @@ def demo(session: Session) -> Outcome:
         ):
             runs = partial(run, dense, inputs), partial(run, parallel, inputs)
             timings[title] = timing.compare(session, title, *runs, report)
-    for title, variants in timings.items():
-        session.say("\n" + timing.table(title, variants))
-    session.say()
+    timing.show(session, timings)
 
     dense_logits, exact_logits, dense_tokens = expected
     differing = int((our_tokens != dense_tokens).sum())

@@ -60,7 +60,12 @@ def compare(
     parallel: Callable[[], object],
     report: ParallelReport,
 ) -> list[Variant]:
-    """Time the dense run on one rank's threads and on all ranks', and the parallel run."""
+    """Time the dense run on one rank's threads and on all ranks', and the parallel run.
+
+    Nothing, if `session.repeat` is 0.
+    """
+    if session.repeat == 0:
+        return []
     with session.step(f"timing: {title}"):
         variants = _variants(session, dense, parallel, report)
         _measure(session, variants)
@@ -110,6 +115,14 @@ def _measure(session: Session, variants: Sequence[Variant]) -> None:
                 variant.seconds.append(seconds)
     for variant in variants:
         variant.seconds = session.largest(variant.seconds)
+
+
+def show(session: Session, timings: dict[str, list[Variant]]) -> None:
+    """Print a table for every title that has variants."""
+    for title, variants in timings.items():
+        if variants:
+            session.say("\n" + table(title, variants))
+    session.say()
 
 
 def table(title: str, variants: Sequence[Variant]) -> str:

@@ -7,7 +7,9 @@ The object stays the same, so its name, its hooks, its keys, references to it an
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +25,7 @@ class _Swap:
     original: type
     replaced: dict[str, Any] = field(default_factory=dict)  # name -> value before the swap
     added: set[str] = field(default_factory=set)  # names that were not there before
+    hooks: list[tuple[str, int]] = field(default_factory=list)  # hook dictionary, key in it
 
 
 @functools.cache
@@ -62,6 +65,33 @@ def set_attributes(module: nn.Module, **attributes: Any) -> None:
         module.__dict__[name] = value
 
 
+@contextlib.contextmanager
+def recorded(module: nn.Module) -> Iterator[None]:
+    """Hooks and attributes that others give ``module`` and its children inside go with the swap.
+
+    So :func:`restore_class` undoes what ``ParallelStyle``s of others do.
+    """
+    before = {
+        m: (set(m.__dict__), {name: set(m.__dict__[name]) for name in _hook_names(m)})
+        for m in module.modules()
+    }
+    try:
+        yield
+    finally:
+        for m, (names, hooks) in before.items():
+            added = set(m.__dict__) - names - {_RECORD}
+            new = [(n, key) for n in _hook_names(m) for key in set(m.__dict__[n]) - hooks[n]]
+            if added or new:
+                record: _Swap = m.__dict__.setdefault(_RECORD, _Swap(type(m)))
+                record.added |= added
+                record.hooks += new
+
+
+def _hook_names(module: nn.Module) -> list[str]:
+    items = vars(module).items()
+    return [name for name, value in items if "_hooks" in name and isinstance(value, dict)]
+
+
 def is_swapped(module: nn.Module) -> bool:
     """Whether :func:`swap_class` changed this module's class."""
     return original_class(module) is not type(module)
@@ -84,4 +114,6 @@ def restore_class(module: nn.Module) -> None:
     module.__class__ = record.original
     for name in record.added:
         module.__dict__.pop(name, None)
+    for name, key in record.hooks:
+        module.__dict__[name].pop(key, None)
     module.__dict__.update(record.replaced)

@@ -4,6 +4,7 @@ from tpkernels.overlap.column import column_backward, column_gemm_act
 from tpkernels.overlap.gemm_all_reduce import gemm_all_reduce
 from tpkernels.overlap.mlp import mlp
 from tpkernels.overlap.plan import OverlapPlan, plan_gemm_all_reduce
+from tpkernels.overlap.replicated import sum_replicated_gradient
 
 __all__ = [
     "OverlapPlan",
@@ -12,4 +13,5 @@ __all__ = [
     "gemm_all_reduce",
     "mlp",
     "plan_gemm_all_reduce",
+    "sum_replicated_gradient",
 ]

@@ -246,8 +246,9 @@ def _check_all_seen(counts: CollectiveCounts, before: dict[str, int]) -> None:
     after = _started()
     for name in before.keys() & after.keys():
         seen = counts._steps.get(name, 0)
-        if after[name] - before[name] > seen:
+        ran = after[name] - before[name]
+        if ran > seen:
             raise RuntimeError(
-                f"group {name!r} ran {after[name] - before[name]} collectives but {seen} were seen; "
-                "the others were started by C++ code, which cannot be counted"
+                f"group {name!r} ran {ran} collectives but {seen} were seen; "
+                "C++ code started the others, which cannot be counted"
             )

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import torch.distributed as dist
 
@@ -82,7 +82,8 @@ class RankPool:
 
         Args:
             fn: a module-level function; `group` is the `ProcessGroup` of the ranks that run it.
-            args, kwargs: picklable; tensors arrive as they are here.
+            args, kwargs: picklable; tensors arrive as they are here. A keyword that `run` takes
+                itself (`timeout`, ...) must be given to `fn` by position.
             world_size: run on ranks `0 .. world_size - 1`; default all.
             ranks: run on exactly these ranks instead, ascending, such as `(0, 2)`.
             timeout: seconds, in place of the pool's.
@@ -125,7 +126,7 @@ class RankPool:
             self._groups = set()
             self._store = None
 
-    def __enter__(self) -> RankPool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -269,7 +270,9 @@ def _hung(ranks: list[_Rank], pending: Sequence[int], waited: float) -> list[Ran
         if all(stacks) and stacks == previous:
             break
     message = f"did not return within {waited:.1f} s and was killed"
-    return [RankFailure(i, "hung", message, traceback=s) for i, s in zip(pending, stacks)]
+    return [
+        RankFailure(i, "hung", message, traceback=s) for i, s in zip(pending, stacks, strict=True)
+    ]
 
 
 def _spawn(index: int) -> _Rank:
@@ -294,6 +297,7 @@ def _worker_env() -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if name not in _TORCHRUN}
     env[_IN_WORKER] = "1"
     env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = "1"
+    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # ranks share the cores: no spinning
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     loopback = "lo" if sys.platform.startswith("linux") else "lo0"
     env.setdefault("GLOO_SOCKET_IFNAME", loopback)  # all ranks are on this machine
