@@ -19,7 +19,7 @@ package = types.ModuleType("tpkernels")
 package.__path__ = [str(ROOT / "tpkernels")]
 sys.modules["tpkernels"] = package
 
-from tpkernels.build import record  # noqa: E402
+from tpkernels.build import cuda, record  # noqa: E402
 from tpkernels.build.extension import build, require_torch  # noqa: E402
 from tpkernels.build.sources import source_files  # noqa: E402
 from tpkernels.build.toolchain import (  # noqa: E402
@@ -34,6 +34,7 @@ def missing_for_native() -> Unavailable | None:
     try:
         require_torch(), find_compiler(), find_python_include()
     except Unavailable as missing:
+        cuda.refuse_if_demanded(missing)
         return missing
     return None
 
@@ -43,19 +44,19 @@ class BuildPy(build_py):
 
     def run(self) -> None:
         """Copy the Python files, the C++ sources, and why there is no native code if so."""
+        target = Path(self.build_lib, "tpkernels")
+        if not self.editable_mode:  # what an earlier build left, modules now gone among it
+            shutil.rmtree(target, ignore_errors=True)
         super().run()
         if self.editable_mode:
             return
-        target = Path(self.build_lib, "tpkernels")
-        shutil.rmtree(target / "_sources", ignore_errors=True)
         for source in source_files(ROOT):
             copy = target / "_sources" / source.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, copy)
         if MISSING is not None:
             print(f"tpkernels: no native code is built: {MISSING}")
-            why = {"native": False, "reason": MISSING.reason, "fix": MISSING.fix}
-            record.write(target, why)
+            record.write(target, record.without_native(MISSING))
 
 
 class BuildExtension(build_ext):

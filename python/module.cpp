@@ -2,10 +2,24 @@
 // but through torch.ops.tpkernels.*.
 #include <pybind11/pybind11.h>
 
+#include <string>
+
 #include "kernels/epilogue_cpu.h"
 #include "ops/register_cpu.h"
 
 namespace py = pybind11;
+
+namespace {
+
+// The kernels' failed checks as tpkernels.errors.ConfigError, as from every other implementation.
+void raise_config_error(const std::string& message) {
+  py::gil_scoped_acquire gil;
+  const py::object error = py::module_::import("tpkernels.errors").attr("ConfigError");
+  PyErr_SetString(error.ptr(), message.c_str());
+  throw py::error_already_set();
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Native kernels of tpkernels.";
@@ -26,8 +40,9 @@ PYBIND11_MODULE(_C, module) {
       },
       "What this library was compiled with, and which instruction sets of it this processor runs, "
       "best first.");
-  module.def("register_cpu_kernels", &tpkernels::register_cpu_kernels,
-             "Put the CPU kernels under torch.ops.tpkernels.*; a second call does nothing.");
+  module.def(
+      "register_cpu_kernels", [] { tpkernels::register_cpu_kernels(&raise_config_error); },
+      "Put the CPU kernels under torch.ops.tpkernels.*; a second call does nothing.");
   module.def("deregister_cpu_kernels", &tpkernels::deregister_cpu_kernels,
              "Take the CPU kernels off again.");
 }

@@ -41,7 +41,10 @@ class NormedAttention(nn.Module):
         self.norm = nn.LayerNorm(12)
 
     def forward(self, x):
-        q, k, v = (t.unflatten(-1, (4, 3)).transpose(1, 2) for t in (self.norm(self.q(x)), self.k(x), self.v(x)))
+        q, k, v = (
+            t.unflatten(-1, (4, 3)).transpose(1, 2)
+            for t in (self.norm(self.q(x)), self.k(x), self.v(x))
+        )
         return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -94,9 +97,14 @@ def refusals_task(group):
     cases = [
         (Model, ["blocks.0.attn", "Fix:", "strict=False"], {}),
         (Lonely, ["no structure it knows in Lonely", "out"], {}),
-        (lambda: llama(num_attention_heads=2, num_key_value_heads=2),
-         ["layers.0.self_attn: 2 query heads with 2 key-value heads cannot be split over 3 ranks",
-          "Allowed: any tp size from 1 to 2"], {}),
+        (
+            lambda: llama(num_attention_heads=2, num_key_value_heads=2),
+            [
+                "layers.0.self_attn: 2 query heads with 2 key-value heads cannot be split over 3 ranks",
+                "Allowed: any tp size from 1 to 2",
+            ],
+            {},
+        ),
     ]
     for build_model, messages, options in cases:
         assert raised(group, build_model, messages, **options) is UnsupportedModuleError
@@ -104,7 +112,10 @@ def refusals_task(group):
         ({"sequence_parallel": True}, ["sequence_parallel=True"]),
         ({"plan": "magic"}, ["plan must be 'auto'", "magic"]),
         ({"plan": {"blocks.0.nope": ColumnParallelLinear}}, ["'blocks.0.nope' matches no module"]),
-        ({"plan": {"head": "column"}}, ["'head' has style 'column'", "allowed: ColumnParallelLinear"]),
+        (
+            {"plan": {"head": "column"}},
+            ["'head' has style 'column'", "allowed: ColumnParallelLinear"],
+        ),
         ({"plan": {"head": TPMLP}}, ["no mlp was recognised at 'head'"]),
     ]
     for options, messages in arguments:
@@ -276,7 +287,11 @@ def built_parallel_task(group):
         assert "0 (TPMLP) was built tensor-parallel" in str(error), error
     else:
         raise AssertionError("accepted")
-    assert all(torch.equal(v.to_local(), before[k].to_local()) for k, v in model.state_dict().items() if hasattr(v, "to_local"))
+    assert all(
+        torch.equal(v.to_local(), before[k].to_local())
+        for k, v in model.state_dict().items()
+        if hasattr(v, "to_local")
+    )
     unparallelize(nn.Linear(2, 2))  # nothing to do
 
 

@@ -79,7 +79,9 @@ def plan_task(group, name):
     ours, theirs = run(model, [ids], group).named(), run(dense, [ids]).named()
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
-        torch.testing.assert_close(value, theirs[key], rtol=1e-12, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(
+            value, theirs[key], rtol=1e-12, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}"
+        )
     assert_same(full_state_dict(model), state)
     unparallelize(model)
     assert snapshot(model) == before
@@ -100,7 +102,10 @@ def test_plans_compute_the_dense_model_and_can_be_undone(pool, name):
 
 HALVES = {
     "norm": ({"blocks.0.0": ColumnParallelLinear, "norm": ColumnParallelLinear}, "norm: LayerNorm"),
-    "no_embedding": ({"embed": VocabParallelEmbedding, "out": VocabParallelEmbedding}, "out: expected nn.Embedding"),
+    "no_embedding": (
+        {"embed": VocabParallelEmbedding, "out": VocabParallelEmbedding},
+        "out: expected nn.Embedding",
+    ),
     "no_such_leaf": (
         {"blocks.0.0": ColumnParallelLinear, "blocks.1": TPMLP.style(up="0", down="two")},
         "blocks.1: there is no module 'two'",
@@ -114,7 +119,10 @@ HALVES = {
         "attn: there is no module",
     ),
     "pytorch": ({"blocks.0.0": ColwiseParallel(), "attn": ColwiseParallel()}, ""),
-    "pytorch_first": ({"blocks.0.0": ColwiseParallel(), "norm": RowParallelLinear}, "norm: LayerNorm"),
+    "pytorch_first": (
+        {"blocks.0.0": ColwiseParallel(), "norm": RowParallelLinear},
+        "norm: LayerNorm",
+    ),
 }
 
 
@@ -158,7 +166,9 @@ def family_task(group):
     """A plan by recognised classes on a Hugging Face model equals the automatic one."""
     dense = build("llama_gqa")
     model = copy.deepcopy(dense)
-    parallelize(model, group, plan={"model.layers.*.mlp": TPMLP, "model.layers.*.self_attn": TPAttention})
+    parallelize(
+        model, group, plan={"model.layers.*.mlp": TPMLP, "model.layers.*.self_attn": TPAttention}
+    )
     for key, value in outputs("llama_gqa", dense).items():
         torch.testing.assert_close(outputs("llama_gqa", model)[key], value, rtol=1e-11, atol=1e-11)
 

@@ -56,7 +56,7 @@ _EXPORTS = {
     "vocab_parallel_cross_entropy": "tpkernels.modules",
 }
 
-__all__ = ["__version__", "ops", *_EXPORTS]  # noqa: PLE0604, PLE0605 (names are lazy)
+__all__ = ["__version__", "ops", *_EXPORTS]  # noqa: PLE0604 (names are lazy)
 
 _TORCH_MISSING = (
     "tpkernels: torch is not installed and every tensor feature needs it. "

@@ -9,6 +9,7 @@ protocol; and it refuses what would silently treat one rank's part as the whole.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ from tpkernels.shard_spec import Chunk, ShardSpec, attach_spec, spec_of
 
 _PLAIN = torch._C.DisableTorchFunctionSubclass
 _KEEPS_SPEC = {  # same shape, same meaning: the result is the same part of another global tensor
+    *(  # an update, a decayed or averaged gradient
+        getattr(owner, name)
+        for owner in (torch.Tensor, torch)
+        for name in ("add", "sub", "mul", "div", "neg", "lerp", "addcmul", "addcdiv")
+    ),
     torch.Tensor.detach,
     torch.Tensor.clone,
     torch.Tensor.contiguous,
@@ -39,7 +45,15 @@ _KEEPS_SPEC = {  # same shape, same meaning: the result is the same part of anot
     torch.randn_like,
     torch.clone,
     torch.detach,
+    torch.Tensor.data.__get__,  # type: ignore[union-attr,attr-defined]
 }
+_KEEP_SPECS = {  # the same, of lists
+    torch._foreach_add,
+    torch._foreach_sub,
+    torch._foreach_mul,
+    torch._foreach_neg,
+}
+_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr,attr-defined]
 _SPLITS = {torch.chunk, torch.Tensor.chunk}  # how fully_shard starts to shard a parameter
 
 
@@ -54,7 +68,10 @@ class ChunkedTensor(Tensor):
                 f"rank {spec.rank} holds {spec.local_shape} of {spec.global_shape}, "
                 f"got a tensor of {tuple(local.shape)}"
             )
-        tensor = Tensor._make_subclass(ChunkedTensor, local.detach(), local.requires_grad)
+        if local.grad_fn is not None:
+            tensor = local.as_subclass(ChunkedTensor)
+        else:
+            tensor = Tensor._make_subclass(ChunkedTensor, local.detach(), local.requires_grad)
         attach_spec(tensor, spec)
         return tensor
 
@@ -84,12 +101,21 @@ class ChunkedTensor(Tensor):
             )
         with _PLAIN():
             result = func(*args, **(kwargs or {}))
-        if func in _KEEPS_SPEC and isinstance(result, Tensor) and not isinstance(result, cls):
-            source = next((a for a in args if isinstance(a, cls)), None)
-            if source is not None and result.shape == source.shape:
-                wrapped = cls.wrap(result, source.spec)
-                return wrapped
+            if func == _GRAD and type(result) is Tensor and result.grad_fn is None:
+                # what optimizers derive from a gradient (momentum) is a part of a whole too
+                result = args[0].grad = cls.wrap(result, args[0].spec)
+        if func in _KEEPS_SPEC:
+            return cls._like(result, next((a for a in args if isinstance(a, cls)), None))
+        if func in _KEEP_SPECS:
+            return [cls._like(*pair) for pair in zip(result, args[0], strict=True)]
         return result
+
+    @classmethod
+    def _like(cls, result: Any, source: Any) -> Any:
+        """``result`` as the same part of another whole, if it is one."""
+        if not isinstance(source, cls) or not isinstance(result, Tensor) or isinstance(result, cls):
+            return result
+        return cls.wrap(result, source.spec) if result.shape == source.shape else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChunkedTensor:
         if id(self) in memo:
@@ -118,6 +144,36 @@ class ChunkedTensor(Tensor):
         )
 
     # --- torch.distributed.checkpoint's protocol (_Checkpointable) ---
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """The local size, as ``shape``; to the checkpoint's load planner, what was saved: all."""
+        if dim is not None:
+            return super().size(dim)
+        if _called_from("torch.distributed.checkpoint.default_planner"):
+            return torch.Size(self.spec.global_shape)
+        return super().size()
+
+    def data_ptr(self) -> int:
+        """The address of the part; to those who would write it as the whole, none.
+
+        The checkpoint's blocking stager then calls ``zeros_like``, which keeps the spec.
+        """
+        if _called_from("torch.distributed._state_dict_utils"):
+            return 0
+        if _called_from("safetensors.torch"):
+            raise ShardedSaveError(
+                f"safetensors would write rank {self.spec.rank}'s part {tuple(self.shape)} of a "
+                f"parameter of shape {self.spec.global_shape} as the whole. Fix: save "
+                "tpkernels.full_state_dict(model), or call model.save_pretrained"
+            )
+        return super().data_ptr()
+
+    def new_empty(self, *args: Any, **kwargs: Any) -> Tensor:
+        """A plain tensor; to the checkpoint's stager, which fills it and its spec, one of ours."""
+        result = super().new_empty(*args, **kwargs)
+        if _called_from("torch.distributed.checkpoint._state_dict_stager"):
+            return Tensor._make_subclass(ChunkedTensor, result)
+        return result
 
     def _place(self, chunk: Chunk) -> tuple[torch.Size, torch.Size]:
         offsets, sizes = [0] * self.dim(), list(self.spec.global_shape)
@@ -161,3 +217,8 @@ class ChunkedTensor(Tensor):
             if index.offset is None or index.offset[self.spec.dim] == chunk.offset:
                 return self.plain().detach().narrow(self.spec.dim, chunk.local_offset, chunk.size)
         raise ConfigError(f"rank {self.spec.rank} holds no chunk at offset {index.offset}")
+
+
+def _called_from(module: str) -> bool:
+    """Whether the caller's caller is code of ``module``."""
+    return sys._getframe(2).f_globals.get("__name__") == module

@@ -80,9 +80,17 @@ def _total_norm(
         local = _local(grad).detach()
         wide = local.to(torch.promote_types(local.dtype, torch.float32))
         if isinstance(grad, DTensor):
-            names = tuple(str(group.group_name) for group in holders(grad))
+            names = tuple(str(each.group_name) for each in holders(grad))
         elif isinstance(parameter, ChunkedTensor):
-            names = (str(resolve_group(split_group).name),)
+            group = resolve_group(split_group)
+            if group.size != len(parameter.spec.layout):
+                raise ConfigError(
+                    f"group has {group.size} ranks, but a parameter of shape "
+                    f"{parameter.spec.global_shape} is split over {len(parameter.spec.layout)}. "
+                    "Fix: pass the group it is split over, for example group=mesh['tp'], or the "
+                    "model instead of its parameters"
+                )
+            names = (str(group.name),)
             wide = wide / _counted(parameter, wide, norm_type)
         else:
             names = ()
@@ -92,8 +100,8 @@ def _total_norm(
         else:
             sums[names] = torch.maximum(sums[names], part) if infinite else sums[names] + part
     total = torch.zeros(())
-    for names in sorted(sums):  # the same order on every rank
-        part = sums[names]
+    # In the order of the parameters, alike on every rank; the groups' names are not.
+    for names, part in sums.items():
         for name in names:
             part = all_reduce_max(part, name) if infinite else all_reduce(part, name)
         total = torch.maximum(total.to(part), part) if infinite else total.to(part) + part

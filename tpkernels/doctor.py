@@ -79,8 +79,8 @@ def _machine() -> list[Finding]:
     ]
     compiler = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
     if compiler is None:
-        fix = "install g++ or clang++, then: tpkernels build"
-        findings.append(Finding("C++ compiler", "none: plain PyTorch serves all ops", fix))
+        install = "install g++ or clang++, then: tpkernels build"
+        findings.append(Finding("C++ compiler", "none: plain PyTorch serves all ops", install))
     else:
         findings.append(Finding("C++ compiler", _first_line([compiler, "--version"])))
     nvcc = shutil.which("nvcc")

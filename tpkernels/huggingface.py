@@ -30,7 +30,7 @@ def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("state_dict") is None:
         kwargs["state_dict"] = full_state_dict(module, cpu=True, rank0_only=True)
     if is_first_rank(group):
-        result = type(module).save_pretrained(module, *args, **kwargs)  # type: ignore[operator]
+        result = type(module).save_pretrained(module, *args, **kwargs)  # type: ignore[attr-defined,operator]
     for each in sharing_meshes(group):
         dist.barrier(each)  # WAR: no rank may read the directory before it has been written
     return result

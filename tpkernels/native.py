@@ -73,7 +73,10 @@ def _load() -> tuple[ModuleType | None, NativeStatus]:
     if is_checkout() and build_info.get("sources") != sources_hash(source_root()):
         _warn(f"csrc has changed since the extension was built. Fix: {record.BUILD_COMMAND}")
     build_info = {**build_info, **module.build_info()}
-    reason = f"built for torch {build_info['torch']}, runs {build_info['cpu_isa']}"
+    cuda_skipped = build_info["cuda_skipped"]
+    reason = f"built for torch {build_info['torch']}, runs {build_info['cpu_isa']}; " + (
+        f"no CUDA kernels: {cuda_skipped}" if cuda_skipped else f"CUDA {build_info['cuda']}"
+    )
     return module, NativeStatus(True, reason, None, build_info)
 
 

@@ -18,12 +18,12 @@ from tpkernels.modules import (
     TPMultiheadAttention,
     VocabParallelEmbedding,
 )
-from tpkernels.modules.attention import split_output_, split_projections_
 from tpkernels.modules.class_swap import set_attributes
 from tpkernels.modules.dropout import FusedActivation, ShardedDropout
 from tpkernels.modules.head_partition import rows_layout
 from tpkernels.modules.head_sharded import shard_heads_
 from tpkernels.modules.mlp import fused_layout
+from tpkernels.modules.projections import split_output_, split_projections_
 from tpkernels.recognise.structure import (
     AttentionStructure,
     Found,

@@ -1,5 +1,6 @@
 #include "ops/checks.h"
 
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
 #include <iterator>
@@ -8,20 +9,19 @@
 namespace tpkernels {
 namespace {
 
+void (*raise_config_error)(const std::string&) = nullptr;
+
+template <typename... Parts>
+void require(bool condition, const Parts&... parts) {
+  if (condition) return;
+  const std::string message = c10::str(parts...);
+  if (raise_config_error) raise_config_error(message);
+  TORCH_CHECK(false, message);
+}
+
 // As Python prints it: torch.float32.
 std::string torch_name(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kDouble:
-      return "torch.float64";
-    case at::kFloat:
-      return "torch.float32";
-    case at::kBFloat16:
-      return "torch.bfloat16";
-    case at::kHalf:
-      return "torch.float16";
-    default:
-      return std::string("torch.") + c10::toString(dtype);
-  }
+  return c10::str("torch.", c10::getDtypeNames(dtype).first);
 }
 
 // As Python prints a tuple: (2, 3).
@@ -35,13 +35,16 @@ std::string shape_of(const at::Tensor& tensor) {
 
 }  // namespace
 
+void set_config_error(void (*raise)(const std::string& message)) { raise_config_error = raise; }
+
 Activation parse_activation(std::string_view act) {
   std::string allowed;
   for (size_t i = 0; i < std::size(kActivationNames); ++i) {
     if (act == kActivationNames[i]) return kActivations[i];
     allowed += (i ? ", " : "") + std::string(kActivationNames[i]);
   }
-  TORCH_CHECK(false, "act='", act, "' is not known; allowed: ", allowed);
+  require(false, "act='", act, "' is not known; allowed: ", allowed);
+  return Activation::kNone;
 }
 
 DType dtype_of(const at::Tensor& tensor) {
@@ -60,7 +63,7 @@ DType dtype_of(const at::Tensor& tensor) {
 
 void check_dtype(const char* op, const char* name, const at::Tensor& tensor) {
   const at::ScalarType dtype = tensor.scalar_type();
-  TORCH_CHECK(
+  require(
       dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
       op, ": ", name, " has dtype ", torch_name(dtype),
       "; allowed: float64, float32, bfloat16, float16. Fix: ", name, ".float()");
@@ -69,45 +72,45 @@ void check_dtype(const char* op, const char* name, const at::Tensor& tensor) {
 void check_same_dtype(const char* op, const char* name, const at::Tensor& tensor,
                       const char* other_name, const at::Tensor& other) {
   const std::string wanted = torch_name(other.scalar_type());
-  TORCH_CHECK(tensor.scalar_type() == other.scalar_type(), op, ": ", name, " is ",
-              torch_name(tensor.scalar_type()), " but ", other_name, " is ", wanted,
-              "; all tensors need one dtype. Fix: ", name, ".to(", wanted,
-              ") or run under torch.autocast");
+  require(tensor.scalar_type() == other.scalar_type(), op, ": ", name, " is ",
+          torch_name(tensor.scalar_type()), " but ", other_name, " is ", wanted,
+          "; all tensors need one dtype. Fix: ", name, ".to(", wanted,
+          ") or run under torch.autocast");
 }
 
 void check_same_shape(const char* op, const char* name, const at::Tensor& tensor,
                       const char* other_name, const at::Tensor& other) {
-  TORCH_CHECK(tensor.sizes() == other.sizes(), op, ": ", name, " must have the shape of ",
-              other_name, ", ", shape_of(other), ", got ", shape_of(tensor));
+  require(tensor.sizes() == other.sizes(), op, ": ", name, " must have the shape of ", other_name,
+          ", ", shape_of(other), ", got ", shape_of(tensor));
 }
 
 void check_gemm(const char* op, const at::Tensor& x, const char* weight_name,
                 const at::Tensor& weight, const char* bias_name,
                 const std::optional<at::Tensor>& bias) {
   check_dtype(op, "x", x);
-  TORCH_CHECK(weight.dim() == 2, op, ": ", weight_name, " must be [N, K], got ", weight.dim(),
-              "-D ", shape_of(weight));
-  TORCH_CHECK(x.dim() >= 1 && x.size(-1) == weight.size(1), op,
-              ": x must be [..., K] with K=", weight.size(1), " as ", weight_name, " ",
-              shape_of(weight), " [N, K] says, got ", shape_of(x),
-              ". A weight kept as [K, N] is passed as its .t()");
+  require(weight.dim() == 2, op, ": ", weight_name, " must be [N, K], got ", weight.dim(), "-D ",
+          shape_of(weight));
+  require(x.dim() >= 1 && x.size(-1) == weight.size(1), op,
+          ": x must be [..., K] with K=", weight.size(1), " as ", weight_name, " ",
+          shape_of(weight), " [N, K] says, got ", shape_of(x),
+          ". A weight kept as [K, N] is passed as its .t()");
   check_same_dtype(op, weight_name, weight, "x", x);
   if (!bias) return;
-  TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), op, ": ", bias_name,
-              " must be [N] with N=", weight.size(0), ", got ", shape_of(*bias));
+  require(bias->dim() == 1 && bias->size(0) == weight.size(0), op, ": ", bias_name,
+          " must be [N] with N=", weight.size(0), ", got ", shape_of(*bias));
   check_same_dtype(op, bias_name, *bias, "x", x);
 }
 
 void check_gemm_backward(const char* op, const at::Tensor& dy, const at::Tensor& weight,
                          const char* pre_name, const at::Tensor& pre) {
   check_dtype(op, "dy", dy);
-  TORCH_CHECK(weight.dim() == 2 && dy.dim() >= 1 && dy.size(-1) == weight.size(0), op,
-              ": dy must be [..., N2] and weight [N2, N], got ", shape_of(dy), " and ",
-              shape_of(weight));
-  TORCH_CHECK(pre.dim() == dy.dim() && pre.size(-1) == weight.size(1) &&
-                  pre.sizes().slice(0, pre.dim() - 1) == dy.sizes().slice(0, dy.dim() - 1),
-              op, ": ", pre_name, " must have dy's leading dimensions ", shape_of(dy),
-              " and weight's N=", weight.size(1), ", got ", shape_of(pre));
+  require(weight.dim() == 2 && dy.dim() >= 1 && dy.size(-1) == weight.size(0), op,
+          ": dy must be [..., N2] and weight [N2, N], got ", shape_of(dy), " and ",
+          shape_of(weight));
+  require(pre.dim() == dy.dim() && pre.size(-1) == weight.size(1) &&
+              pre.sizes().slice(0, pre.dim() - 1) == dy.sizes().slice(0, dy.dim() - 1),
+          op, ": ", pre_name, " must have dy's leading dimensions ", shape_of(dy),
+          " and weight's N=", weight.size(1), ", got ", shape_of(pre));
   check_same_dtype(op, "weight", weight, "dy", dy);
   check_same_dtype(op, pre_name, pre, "dy", dy);
 }

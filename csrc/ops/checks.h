@@ -4,12 +4,16 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <string>
 #include <string_view>
 
 #include "common/activation.h"
 #include "common/dtype.h"
 
 namespace tpkernels {
+
+// What a failed check throws: a c10::Error, unless set to something else (it must throw).
+void set_config_error(void (*raise)(const std::string& message));
 
 Activation parse_activation(std::string_view act);
 

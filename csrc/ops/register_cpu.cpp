@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include "ops/checks.h"
 #include "ops/gemm_act_cpu.h"
 #include "ops/gemm_glu_cpu.h"
 
@@ -12,8 +13,9 @@ namespace {
 torch::Library* library = nullptr;
 }  // namespace
 
-void register_cpu_kernels() {
+void register_cpu_kernels(void (*raise)(const std::string& message)) {
   if (library) return;
+  set_config_error(raise);
   library = new torch::Library(torch::Library::IMPL, "tpkernels", c10::DispatchKey::CPU, __FILE__,
                                __LINE__);
   library->impl("gemm_act", TORCH_FN(gemm_act_cpu));

@@ -24,7 +24,9 @@ def test_none_without_a_process_group_is_a_group_of_one():
 
 @pytest.mark.parametrize("given", ["tp", 2, [0, 1], torch.device("cpu")], ids=repr)
 def test_other_types_are_refused(given):
-    with pytest.raises(ConfigError, match=rf"DeviceMesh, a ProcessGroup or None, got {type(given).__name__}"):
+    with pytest.raises(
+        ConfigError, match=rf"DeviceMesh, a ProcessGroup or None, got {type(given).__name__}"
+    ):
         resolve_group(given)
 
 

@@ -36,9 +36,7 @@ def generate_task(group, name):
         tokens = []
         for each in (dense, model):
             torch.manual_seed(11)
-            tokens.append(
-                each.generate(**prompts(), max_new_tokens=6, pad_token_id=PAD, **options)
-            )
+            tokens.append(each.generate(**prompts(), max_new_tokens=6, pad_token_id=PAD, **options))
         assert torch.equal(*tokens), f"{strategy}: {tokens}"
         found.append(tokens[1].flatten())
     assert len({tuple(t.tolist()) for t in found[:4]}) > 1, "all strategies gave one text"
@@ -62,7 +60,9 @@ def cached_task(group):
         whole = dense(ids).logits
         start = model(ids[:, :3], use_cache=True)
         rest = model(ids[:, 3:], past_key_values=start.past_key_values)
-    torch.testing.assert_close(torch.cat((start.logits, rest.logits), 1), whole, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        torch.cat((start.logits, rest.logits), 1), whole, rtol=1e-11, atol=1e-11
+    )
     return start.past_key_values.layers[0].keys.shape[1]
 
 

@@ -12,6 +12,7 @@ from tests.models.zoo import MODELS, build, outputs, scalar
 from tests.modules.comparing import TIGHT
 from tpkernels.checkpoint import full_state_dict, load_full_state_dict
 from tpkernels.errors import ConfigError
+from tpkernels.modules.parameters import local_tensor
 from tpkernels.parallelize import parallelize, unparallelize
 
 
@@ -89,9 +90,7 @@ def round_trip_task(group, name):
         assert type(parameter) is nn.Parameter and parameter.requires_grad
         assert (parameter.grad is not None) == grads[key], key
         if parameter.grad is not None:
-            torch.testing.assert_close(
-                parameter.grad, expected[key].grad, rtol=1e-9, atol=1e-9
-            )
+            torch.testing.assert_close(parameter.grad, expected[key].grad, rtol=1e-9, atol=1e-9)
     parallelize(model, group)  # and again
     torch.testing.assert_close(
         scalar(outputs(name, model)), scalar(outputs(name, dense)), rtol=1e-9, atol=1e-9
@@ -144,7 +143,9 @@ def converted_task(group):
     for m in (model, dense):
         m.to(torch.float64)
     for key, value in outputs("llama_uneven", dense).items():
-        torch.testing.assert_close(outputs("llama_uneven", model)[key], value, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(
+            outputs("llama_uneven", model)[key], value, rtol=1e-11, atol=1e-11
+        )
     assert_same(full_state_dict(model), dense.state_dict())
     unparallelize(model)
     assert_same(model.state_dict(), dense.state_dict())
@@ -225,3 +226,42 @@ def empty_part_task(group):
 def test_a_tied_weight_of_which_a_rank_holds_nothing_TP_28(pool):
     """Five rows over four ranks leave the last one none: all must still gather alike."""
     pool.run(empty_part_task)
+
+
+def frozen_task(group):
+    """Frozen weights stay frozen, get no gradient, and are saved whole (Z-30)."""
+    model = build("gpt2")
+    state = clones(model.state_dict())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("mlp" in name)
+    flags = {name: p.requires_grad for name, p in model.named_parameters()}
+    parallelize(model, group)
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == flags
+    scalar(outputs("gpt2", model)).backward()
+    assert {name: p.grad is not None for name, p in model.named_parameters()} == flags
+    assert_same(full_state_dict(model), state)
+    unparallelize(model)
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == flags
+
+
+def test_frozen_weights_Z_30(pool):
+    pool.run(frozen_task, world_size=2)
+
+
+def meta_task(group):
+    """Split before there are weights, then made real and loaded: no rank ever holds the whole."""
+    dense = build("encoder")
+    with torch.device("meta"):
+        model = MODELS["encoder"]().double().eval()
+    parallelize(model, group)
+    model.to_empty(device="cpu")
+    held = sum(local_tensor(p).numel() for p in model.parameters())
+    assert held < sum(p.numel() for p in dense.parameters())
+    load_full_state_dict(model, dense.state_dict())
+    for key, value in outputs("encoder", dense).items():
+        torch.testing.assert_close(outputs("encoder", model)[key], value, rtol=1e-11, atol=1e-11)
+    assert_same(full_state_dict(model), dense.state_dict())
+
+
+def test_a_model_on_the_meta_device(pool):
+    pool.run(meta_task, world_size=2)

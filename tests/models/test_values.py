@@ -126,7 +126,10 @@ def checkpointing_task(group, name):
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        compare_to(gradients(name, model, group, **{"use_cache": False} if name != "bert" else {}), expected)
+        compare_to(
+            gradients(name, model, group, **{"use_cache": False} if name != "bert" else {}),
+            expected,
+        )
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama_gqa"])

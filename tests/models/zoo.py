@@ -74,6 +74,51 @@ class EncoderModel(nn.Module):
         return self.encoder(x, src_key_padding_mask=attention_mask == 0)
 
 
+class CrossBert(nn.Module):
+    """A decoder that also attends to another sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        t = _transformers()
+        config = t.BertConfig(**_BERT | {"is_decoder": True, "add_cross_attention": True})
+        self.bert = t.BertModel(config, add_pooling_layer=False)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.bert(ids, attention_mask, encoder_hidden_states=memory(self))[0]
+
+
+class CrossGPT2(nn.Module):
+    """GPT-2 with cross-attention: q_attn beside a c_attn that holds keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt2 = gpt2(add_cross_attention=True)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = {"encoder_hidden_states": memory(self)}
+        return self.gpt2(ids, attention_mask=attention_mask, **hidden).logits
+
+
+class DecoderModel(nn.Module):
+    """``nn.TransformerDecoder``: causal self-attention, then cross-attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 24)
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(24, 6, 40), 2)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.embedding(ids).transpose(0, 1)
+        causal = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        return self.decoder(x, memory(self).transpose(0, 1), tgt_mask=causal)
+
+
+def memory(model: nn.Module) -> Tensor:
+    """The other sequence, [2, 5, 24]."""
+    drawn = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return drawn.to(next(model.parameters()).dtype)
+
+
 class UserAttention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -142,6 +187,9 @@ MODELS = {
     "llama_uneven": lambda: llama(hidden_size=36, num_attention_heads=9, attention_bias=True),
     "encoder": lambda: EncoderModel(activation="gelu"),
     "encoder_norm_first": lambda: EncoderModel(norm_first=True, activation=F.relu, bias=False),
+    "bert_cross": CrossBert,
+    "gpt2_cross": CrossGPT2,
+    "decoder": DecoderModel,
     "user": UserModel,
 }
 CAUSAL = ("gpt2", "llama_gqa", "llama_mqa_tied", "llama_uneven")

@@ -29,7 +29,10 @@ class Results:
         """Everything by name, for comparison."""
         inputs = {f"d input {i}": g for i, g in enumerate(self.input_grads)}
         grads = {f"d {name}": g for name, g in self.grads.items()}
-        return {"output": self.output, **{k: v for k, v in (inputs | grads).items() if v is not None}}
+        return {
+            "output": self.output,
+            **{k: v for k, v in (inputs | grads).items() if v is not None},
+        }
 
 
 def run(
@@ -100,7 +103,9 @@ def compare(group: Any, case: Case, dtype: torch.dtype) -> Tensor:
         if name.removeprefix("d ") in case.skip:
             continue
         if dtype is torch.float64:
-            torch.testing.assert_close(value, truth[name], **TIGHT, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                value, truth[name], **TIGHT, msg=lambda m, n=name: f"{n}: {m}"
+            )
         else:
             assert_two_times(value, eager[name], truth[name], name=name)
     return ours.output

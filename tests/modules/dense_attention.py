@@ -26,7 +26,9 @@ class DenseAttention(nn.Module):
             self.v_proj = nn.Linear(hidden, kv_heads * dim, bias)
         self.o_proj = nn.Linear(heads * dim, hidden, bias)
 
-    def forward(self, x: Tensor, attention_mask=None, key_padding_mask=None, context=None) -> Tensor:
+    def forward(
+        self, x: Tensor, attention_mask=None, key_padding_mask=None, context=None
+    ) -> Tensor:
         source = x if context is None else context
         if hasattr(self, "qkv_proj"):
             widths = [self.heads * self.dim] + [self.kv_heads * self.dim] * 2

@@ -191,7 +191,9 @@ def test_heads_that_do_not_divide_TP_24_TP_25(pool, heads, kv_heads, allowed):
 
 
 def test_heads_that_share_nothing_evenly():
-    with pytest.raises(UnsupportedModuleError, match="6 query heads cannot share 4 key-value heads"):
+    with pytest.raises(
+        UnsupportedModuleError, match="6 query heads cannot share 4 key-value heads"
+    ):
         HeadPartition.of(6, 4, 8, 2, "attn")
 
 

@@ -12,7 +12,7 @@ from tests.modules.dense_attention import DenseAttention
 from tests.modules.test_attention import HIDDEN, shard, split_form
 from tpkernels.errors import ConfigError
 from tpkernels.modules import TPAttention
-from tpkernels.modules.attention import KVCache
+from tpkernels.modules.kv_cache import KVCache
 
 B, S, T, H = 2, 5, 4, 6
 

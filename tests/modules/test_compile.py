@@ -50,7 +50,6 @@ def test_compiled_equals_eager_TP_39_TP_41(pool, name):
     assert_ranks_agree(results)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler, and there is none")
 def test_compiled_by_inductor_TP_39_TP_40(pool):
     assert_ranks_agree(pool.run(compile_task, "gated_mlp", "inductor", world_size=2, timeout=180))

@@ -119,9 +119,12 @@ def test_fused_activation(pool):
 def drawn_task(group, cases):
     for k, f, n, bias, batch in cases:
         exact(group, pair_case(k, f, n, bias, *batch))
-        exact(group, Case(lambda k=k, n=n, b=bias: nn.Linear(k, n, b), shard_row, rows_of(k, *batch)))
         exact(
-            group, Case(lambda k=k, n=n, b=bias: nn.Linear(k, n, b), shard_column, rows_of(k, *batch))
+            group, Case(lambda k=k, n=n, b=bias: nn.Linear(k, n, b), shard_row, rows_of(k, *batch))
+        )
+        exact(
+            group,
+            Case(lambda k=k, n=n, b=bias: nn.Linear(k, n, b), shard_column, rows_of(k, *batch)),
         )
 
 
@@ -163,7 +166,9 @@ def expanded_gradient_task(group):
     x = torch.randn(3, 4, requires_grad=True)
     module(x).sum().backward()  # its gradient is one number, expanded
     dense = Pair(4, 6, 4, True)
-    dense.load_state_dict({k: gather_full(v, resolve_group(group)) for k, v in module.state_dict().items()})
+    dense.load_state_dict(
+        {k: gather_full(v, resolve_group(group)) for k, v in module.state_dict().items()}
+    )
     x2 = x.detach().clone().requires_grad_()
     dense(x2).sum().backward()
     torch.testing.assert_close(x.grad, x2.grad)
@@ -183,9 +188,7 @@ def reduce_dtype_task(group):
     wide, narrow = nn.Linear(k, 1, bias=False), nn.Linear(k, 1, bias=False)
     for copied, reduce_dtype in ((wide, torch.float32), (narrow, None)):
         copied.bfloat16().load_state_dict(layer.state_dict())
-        RowParallelLinear.shard_(
-            copied, group, input_is_parallel=False, reduce_dtype=reduce_dtype
-        )
+        RowParallelLinear.shard_(copied, group, input_is_parallel=False, reduce_dtype=reduce_dtype)
     x = torch.ones(1, k, dtype=torch.bfloat16)
     assert wide(x).item() == 3.0
     assert wide(x).dtype is torch.bfloat16
@@ -228,7 +231,9 @@ def test_gather_output_is_a_gather_of_the_parts(pool):
     pool.run(gathered_task)
 
 
-@pytest.mark.parametrize(("features", "message"), [((-1, 4), "in_features=-1"), ((4, 2.5), "out_features=2.5")])
+@pytest.mark.parametrize(
+    ("features", "message"), [((-1, 4), "in_features=-1"), ((4, 2.5), "out_features=2.5")]
+)
 def test_sizes_that_are_no_sizes(features, message):
     with pytest.raises(ConfigError, match=message):
         ColumnParallelLinear(*features)

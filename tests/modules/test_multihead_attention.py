@@ -80,9 +80,7 @@ CASES = {
         functools.partial(nn.MultiheadAttention, E, H, batch_first=True),
         TPMultiheadAttention.shard_,
         tokens(B, L),
-        functools.partial(
-            later, 1, functools.partial(self_attention, average_attn_weights=False)
-        ),
+        functools.partial(later, 1, functools.partial(self_attention, average_attn_weights=False)),
     ),
 }
 

@@ -118,7 +118,9 @@ def loss_task(group, vocabulary, dtype):
         (loss * weight).sum().backward()
         given, grad = ours.detach(), ours.grad
         assert torch.equal(given, part(logits, vocabulary, group))
-        truth, eager = (dense_loss(logits, kind, target, weight, options) for kind in (torch.float64, dtype))
+        truth, eager = (
+            dense_loss(logits, kind, target, weight, options) for kind in (torch.float64, dtype)
+        )
         truth_grad, eager_grad = (part(g, vocabulary, group) for g in (truth[1], eager[1]))
         if dtype is torch.float64:
             torch.testing.assert_close(loss.detach(), truth[0], **TIGHT)

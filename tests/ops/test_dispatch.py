@@ -36,9 +36,7 @@ def test_compiled_in_one_graph_equals_eager(op):
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     tensors = op.normals((4,), 3, 5)
-    assert_equal(
-        value_and_gradients(compiled, tensors), value_and_gradients(call, tensors)
-    )
+    assert_equal(value_and_gradients(compiled, tensors), value_and_gradients(call, tensors))
     with torch.no_grad():
         assert_equal(compiled(*tensors), call(*tensors))
 
@@ -61,9 +59,7 @@ def test_compiled_by_inductor():
 
     tensors = OPS[0].normals((4,), 3, 5)[:2]
     compiled = torch.compile(call, fullgraph=True)
-    assert_equal(
-        value_and_gradients(compiled, tensors), value_and_gradients(call, tensors)
-    )
+    assert_equal(value_and_gradients(compiled, tensors), value_and_gradients(call, tensors))
 
 
 def test_compiled_calls_the_op_and_not_a_decomposition():
@@ -117,7 +113,9 @@ def test_inference_mode_and_meta(op):
     expected = op.run(tensors, "silu")
     with torch.inference_mode():
         assert_equal(op.run(tensors, "silu"), expected)
-    shapes = [(y.shape, y.dtype, y.stride()) for y in op.run([t.to("meta") for t in tensors], "silu")]
+    shapes = [
+        (y.shape, y.dtype, y.stride()) for y in op.run([t.to("meta") for t in tensors], "silu")
+    ]
     assert shapes == [(y.shape, y.dtype, y.stride()) for y in expected]
 
 

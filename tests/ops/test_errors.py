@@ -21,7 +21,9 @@ def x(*shape, dtype=torch.float32):
 
 @by_name
 def test_unknown_activation(op):
-    with pytest.raises(ConfigError, match=r"act='swish' is not known; allowed: none, gelu, .*relu2"):
+    with pytest.raises(
+        ConfigError, match=r"act='swish' is not known; allowed: none, gelu, .*relu2"
+    ):
         op.run(op.integers((2,), 3, 4), "swish")
 
 

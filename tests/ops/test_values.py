@@ -159,9 +159,7 @@ def test_any_shape_dtype_and_layout_is_exact(op, act, dtype, lead, k, n, layouts
     torch.manual_seed(seed)
     tensors = [
         None if i in without and i in op.optional else laid_out(t, layout)
-        for i, (t, layout) in enumerate(
-            zip(op.integers(lead, k, n, dtype), layouts, strict=False)
-        )
+        for i, (t, layout) in enumerate(zip(op.integers(lead, k, n, dtype), layouts, strict=False))
     ]
     assert_equal(op.run(tensors, act), op.expected(tensors, act))
 

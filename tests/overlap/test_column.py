@@ -123,7 +123,9 @@ def rounded(group, dtype, act):
     for precision in (torch.float64, dtype):
         flat = [leaf(t, dtype).detach().to(precision).requires_grad_() if t is not None else None
                 for t in (x, *weights, *biases)]  # fmt: skip
-        ys = [act_of(F.linear(flat[0], w, b), act) for w, b in zip(flat[1:3], flat[3:], strict=True)]
+        ys = [
+            act_of(F.linear(flat[0], w, b), act) for w, b in zip(flat[1:3], flat[3:], strict=True)
+        ]
         results.append((ys, next(gradients(ys, flat, [dy.to(dtype).to(precision) for dy in dys]))))
     ours = [leaf(x, dtype)]
     ours += [leaf(part(w, n_sizes[i], 0, rank), dtype) for i, w in enumerate(weights)]

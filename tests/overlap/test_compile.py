@@ -47,7 +47,9 @@ def both_ways(group, kind, backend, use_checkpoint=False):
     torch._dynamo.reset()
     compiled = torch.compile(step, backend=backend, fullgraph=True)
     weights = [normals(2, 10, 8), normals(3, 10, 8), normals(4, 5, 10)]
-    own = [part(w, SIZES, int(i == 2), rank).clone().requires_grad_() for i, w in enumerate(weights)]
+    own = [
+        part(w, SIZES, int(i == 2), rank).clone().requires_grad_() for i, w in enumerate(weights)
+    ]
     results = []
     for call, rows in enumerate((4, 4, 7)):
         x = normals(10 + call, rows, 8).requires_grad_()
@@ -91,7 +93,9 @@ def graph_of(group):
 
     torch._dynamo.reset()
     weights = [torch.ones(3, 8), torch.ones(3, 8), torch.ones(5, 3)]
-    torch.compile(layers(name)["plain"], backend=backend, fullgraph=True)(torch.ones(2, 8), *weights)
+    torch.compile(layers(name)["plain"], backend=backend, fullgraph=True)(
+        torch.ones(2, 8), *weights
+    )
     return targets
 
 

@@ -149,8 +149,10 @@ def test_reduce_dtype_rounds_once(pool):
 
 def gradients_of(group, k_sizes, chunks):
     name, rank = resolve_group(group).name, group.rank()
-    x, weight, bias = normals(10 + rank, 3, k_sizes[rank]), normals(20 + rank, 2, k_sizes[rank]), (
-        normals(3, 2)
+    x, weight, bias = (
+        normals(10 + rank, 3, k_sizes[rank]),
+        normals(20 + rank, 2, k_sizes[rank]),
+        (normals(3, 2)),
     )
     assert_gradients(
         group,
@@ -219,7 +221,10 @@ def bad_call(group, kind):
         ("shape", r"gemm_all_reduce: x must be \[\.\.\., K\] with K=5"),
         ("bias", r"gemm_all_reduce: bias must be \[N\] with N=4, got \(3,\)"),
         ("dtype", r"weight is torch\.float64 but x is torch\.float32.*Fix:"),
-        ("reduce_dtype", r"reduce_dtype=torch\.int32 cannot hold the sums; allowed: None, .*float32"),
+        (
+            "reduce_dtype",
+            r"reduce_dtype=torch\.int32 cannot hold the sums; allowed: None, .*float32",
+        ),
         ("chunks", r"chunks=0 must be at least 1"),
     ],
 )

@@ -156,9 +156,7 @@ def rounded(group, dtype, act, gated):
     y = ours(mine, act, name)
     gradients = torch.autograd.grad(y, wanted(mine), dy)
     labels = ["y", *(label for label in NAMES if whole[label] is not None)]
-    for label, got, truth, eager in zip(
-        labels, (y.detach(), *gradients), *results, strict=True
-    ):
+    for label, got, truth, eager in zip(labels, (y.detach(), *gradients), *results, strict=True):
         cut = [
             part(t, sizes, SPLIT_DIM[label], rank) if label in SPLIT_DIM else t
             for t in (eager, truth)

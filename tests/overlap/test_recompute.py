@@ -94,9 +94,7 @@ def calls_by_grad_mode(group):
     seen["inference"] = counts.total.calls
     with count_collectives() as counts:
         # reentrant: forward runs without gradients, and all of it again in backward
-        inner = checkpoint(
-            lambda w: gemm_all_reduce(x, w, None, name), weight, use_reentrant=True
-        )
+        inner = checkpoint(lambda w: gemm_all_reduce(x, w, None, name), weight, use_reentrant=True)
     seen["reentrant forward"] = counts.total.calls
     with count_collectives() as counts:
         inner.sum().backward()

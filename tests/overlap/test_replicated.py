@@ -40,7 +40,9 @@ def summed(group, layout, dim):
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(
-    ("layout", "replicated_rows"), [(SHARED_HEADS, 6), (FUSED, 3), (SPLIT, 0)], ids=["heads", "fused", "split"]
+    ("layout", "replicated_rows"),
+    [(SHARED_HEADS, 6), (FUSED, 3), (SPLIT, 0)],
+    ids=["heads", "fused", "split"],
 )
 def test_gradients_are_summed_over_the_holders(pool, layout, replicated_rows, dim):
     """TP-27: a head held twice is one head."""

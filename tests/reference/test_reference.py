@@ -58,7 +58,11 @@ def test_results_share_no_memory_with_the_input(act):
 
 @every_act
 def test_gemms_are_their_definitions(act):
-    x, weight, bias = torch.randn(4, 3).double(), torch.randn(5, 3).double(), torch.randn(5).double()
+    x, weight, bias = (
+        torch.randn(4, 3).double(),
+        torch.randn(5, 3).double(),
+        torch.randn(5).double(),
+    )
     up, b_up, dy = torch.randn(5, 3).double(), torch.randn(5).double(), torch.randn(4, 6).double()
     down = torch.randn(6, 5).double()
     pre, second = x @ weight.T + bias, x @ up.T + b_up
@@ -67,9 +71,7 @@ def test_gemms_are_their_definitions(act):
     close(reference.gemm_act(x, weight, bias, act), f(pre))
     close(reference.gemm_act_aux(x, weight, bias, act), (f(pre), pre))
     close(reference.gemm_glu(x, weight, up, bias, b_up, act), f(pre) * second)
-    close(
-        reference.gemm_glu_aux(x, weight, up, bias, b_up, act), (f(pre) * second, pre, second)
-    )
+    close(reference.gemm_glu_aux(x, weight, up, bias, b_up, act), (f(pre) * second, pre, second))
 
     gate = pre.clone().requires_grad_()
     dh = dy @ down

@@ -118,20 +118,29 @@ def choose(torch: TorchInstall, root: Path) -> CudaToolkit | str:
     Raises:
         ConfigError: ``TPKERNELS_CUDA`` is not auto, 1 or 0, or is 1 and something is missing.
     """
+    if _mode() == "0":
+        return "TPKERNELS_CUDA=0"
+    try:
+        return _require(torch, root)
+    except Unavailable as missing:
+        refuse_if_demanded(missing)
+        return missing.reason
+
+
+def refuse_if_demanded(missing: Unavailable) -> None:
+    """Raise :class:`ConfigError` where ``TPKERNELS_CUDA=1`` asks for what ``missing`` prevents."""
+    if _mode() == "1":
+        raise ConfigError(f"TPKERNELS_CUDA=1, but {missing}")
+
+
+def _mode() -> str:
     mode = os.environ.get("TPKERNELS_CUDA", "auto") or "auto"
     if mode not in MODES:
         raise ConfigError(
             f"TPKERNELS_CUDA={mode!r} is not known; allowed: {', '.join(MODES)}. "
             "Fix: unset TPKERNELS_CUDA"
         )
-    if mode == "0":
-        return "TPKERNELS_CUDA=0"
-    try:
-        return _require(torch, root)
-    except Unavailable as missing:
-        if mode == "1":
-            raise ConfigError(f"TPKERNELS_CUDA=1, but {missing}") from None
-        return missing.reason
+    return mode
 
 
 def _require(torch: TorchInstall, root: Path) -> CudaToolkit:

@@ -50,8 +50,12 @@ def build(package: Path = PACKAGE, *, force: bool = False) -> bool:
         compiler = find_compiler()
         python_include = find_python_include()
     except Unavailable as missing:
+        cuda.refuse_if_demanded(missing)
+        if _usable(package, root):
+            print(f"keeping the extension that is there: {missing}", flush=True)
+            return False
         record.extension_path(package).unlink(missing_ok=True)
-        record.write(package, {"native": False, "reason": missing.reason, "fix": missing.fix})
+        record.write(package, record.without_native(missing))
         raise
     chosen = cuda.choose(torch, root)
     toolkit = None if isinstance(chosen, str) else chosen
@@ -81,6 +85,17 @@ def build(package: Path = PACKAGE, *, force: bool = False) -> bool:
         facts["seconds"] = round(time.monotonic() - began, 1)
         _install(plan.output, package, facts)
     return True
+
+
+def _usable(package: Path, root: Path) -> bool:
+    """Whether an extension for this torch, of these sources, is there already."""
+    torch, built = find_torch(), record.read(package)
+    return (
+        torch is not None
+        and record.extension_path(package).is_file()
+        and record.mismatch(built, torch) is None
+        and built.get("sources") == sources_hash(root)
+    )
 
 
 def _objects_directory(torch: TorchInstall) -> AbstractContextManager[str]:

@@ -13,6 +13,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from tpkernels.build.toolchain import Unavailable
 from tpkernels.build.torch_install import TorchInstall
 
 RECORD_NAME = "_build_info.json"
@@ -44,6 +45,11 @@ def mismatch(record: dict[str, Any], torch: TorchInstall) -> str | None:
         if record.get(key) != value
     ]
     return f"it was built for {', '.join(different)}" if different else None
+
+
+def without_native(missing: Unavailable) -> dict[str, Any]:
+    """The record of a build without native code."""
+    return {"native": False, "reason": missing.reason, "fix": missing.fix}
 
 
 def read(package: Path) -> dict[str, Any]:

@@ -144,7 +144,7 @@ _all_gather = define(
     autocast=False,
 )
 
-_own_part = define(
+_own_part: Any = define(
     "own_part",
     _SPLIT_SIGNATURE,
     _own_part_run,

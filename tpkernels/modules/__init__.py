@@ -9,11 +9,11 @@ from tpkernels.modules.mlp import TPMLP
 from tpkernels.modules.multihead_attention import TPMultiheadAttention
 
 __all__ = [
+    "TPMLP",
     "ColumnParallelLinear",
     "HeadPartition",
     "RowParallelLinear",
     "TPAttention",
-    "TPMLP",
     "TPMultiheadAttention",
     "VocabParallelEmbedding",
     "vocab_parallel_cross_entropy",

@@ -47,3 +47,6 @@ class ReplacedForward:
         if not self.names or self.names[0] not in named:
             raise ConfigError(f"{what}: forward needs its first argument, got {list(named)}")
         return named.pop(self.names[0])
+
+
+OWN_FORWARD = ReplacedForward(("x",))  # of a module that replaced none

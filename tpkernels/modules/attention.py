@@ -11,7 +11,7 @@ Source: arXiv:1909.08053; grouped heads arXiv:2305.13245.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,47 +19,19 @@ from torch import Tensor, nn
 from tpkernels.comm.agreement import InputCheck
 from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.errors import ConfigError, UnsupportedModuleError
-from tpkernels.modules.arguments import ReplacedForward
+from tpkernels.modules.arguments import OWN_FORWARD, ReplacedForward
 from tpkernels.modules.attend import attend, local_mask
-from tpkernels.modules.class_swap import set_attributes, swap_class
+from tpkernels.modules.class_swap import swap_class
 from tpkernels.modules.dropout import probability
-from tpkernels.modules.head_partition import HeadPartition, rows_layout
+from tpkernels.modules.head_partition import HeadPartition
+from tpkernels.modules.kv_cache import KVCacheLike
 from tpkernels.modules.linear import (
-    ColumnParallelLinear,
     JointProjection,
-    RowParallelLinear,
     linear_sizes,
 )
+from tpkernels.modules.projections import split_output_, split_projections_, split_qkv_
 from tpkernels.modules.rotary import apply_rotary, rotary_tables
 from tpkernels.modules.style import SwapStyle
-from tpkernels.shard_spec import layout_from_blocks
-
-
-class KVCacheLike(Protocol):
-    """What ``cache`` must offer; Hugging Face's ``Cache`` classes do."""
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
-
-    def get_seq_length(self, layer_idx: int) -> int: ...
-
-
-class KVCache:
-    """The plainest cache: keeps each layer's keys and values [B, G_r, T, D] and appends."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int = 0) -> tuple[Tensor, Tensor]:
-        """Append along T and return everything held for ``layer_idx``."""
-        if layer_idx in self._held:
-            old_key, old_value = self._held[layer_idx]
-            key, value = torch.cat((old_key, key), dim=2), torch.cat((old_value, value), dim=2)
-        self._held[layer_idx] = key, value
-        return key, value
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions held for ``layer_idx``."""
-        return self._held[layer_idx][0].shape[2] if layer_idx in self._held else 0
 
 
 @dataclass
@@ -87,7 +59,7 @@ class AttentionSplit:
     mask_argument: str | None = None  # its name there
     mask_kind: str | None = None  # sdpa, additive or nonzero_keep
     mask_replaces_causal: bool = False  # causal only when no mask is given
-    replaced: ReplacedForward = ReplacedForward(("x",))
+    replaced: ReplacedForward = OWN_FORWARD
     own_keywords: bool = True  # the replaced forward takes what TPAttention's does
     check: InputCheck = field(default_factory=InputCheck)
 
@@ -374,48 +346,3 @@ class _AsReplaced(nn.Module):
 
 
 _KEYWORDS = ("key_padding_mask", "context", "position_ids", "cache")
-
-
-def split_projections_(
-    leaves: list[nn.Module], heads: HeadPartition, group: Group, name: str, joint: int = 3
-) -> None:
-    """Split separate Q, K, V projections by heads, in place, sharing one backward all-reduce.
-
-    ``joint``: how many of the last leaves read one input (3: self-attention; 2: K and V only).
-    """
-    rows = [heads.q_rows(), heads.kv_rows(), heads.kv_rows()]
-    leaf: Any
-    for leaf, leaf_rows in zip(leaves, rows, strict=True):
-        ColumnParallelLinear.shard_(leaf, group, name=name, layout=rows_layout(leaf_rows))
-        leaf.check.enabled = False  # the attention's own input check covers them
-    shared = JointProjection(leaves[3 - joint :])  # type: ignore[arg-type]
-    for leaf in leaves[3 - joint :]:
-        set_attributes(leaf, joint=shared)
-
-
-def split_qkv_(leaf: Any, heads: HeadPartition, group: Group, name: str) -> None:
-    """Split a fused [Q | K | V] projection by heads, in place: each block by itself."""
-    ColumnParallelLinear.shard_(leaf, group, name=name, layout=qkv_layout(heads))
-    leaf.check.enabled = False
-
-
-def qkv_layout(heads: HeadPartition) -> Any:
-    """The layout of stacked [Q | K | V] rows."""
-    q_total = heads.num_heads * heads.head_dim
-    kv_total = heads.num_kv_heads * heads.head_dim
-    return layout_from_blocks(
-        [(heads.q_rows(), q_total), (heads.kv_rows(), kv_total), (heads.kv_rows(), kv_total)]
-    )
-
-
-def split_output_(
-    leaf: nn.Module,
-    heads: HeadPartition,
-    group: Group,
-    name: str,
-    reduce_dtype: torch.dtype | None = None,
-) -> None:
-    """Split an output projection's in features by query heads, in place."""
-    RowParallelLinear.shard_(
-        leaf, group, name=name, layout=rows_layout(heads.q_rows()), reduce_dtype=reduce_dtype
-    )

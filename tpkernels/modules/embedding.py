@@ -90,7 +90,7 @@ class VocabParallelEmbedding(nn.Module):
         spec = split_spec(self.weight.shape, 0, self.group, sizes)
         shard_parameter_(self, "weight", spec, self.group)
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Embedding's name)
+    def forward(self, input: Tensor) -> Tensor:
         self.check({"ids": input}, self.group, "VocabParallelEmbedding")
         weight = local_tensor(self.weight)
         if self.group.size == 1:

@@ -60,7 +60,7 @@ class HeadShardedAttention(nn.Module):
         return self._with_all_weights(result)
 
     def _with_all_weights(self, result: Any) -> Any:
-        """Attention weights that a forward returns (eager attention only) are those of all heads."""
+        """The result with its attention weights (eager attention returns them) of all heads."""
         tp = self._tp
         weights = result[1] if isinstance(result, tuple) and len(result) > 1 else None
         if not isinstance(weights, Tensor) or weights.dim() != 4 or tp.group.size == 1:

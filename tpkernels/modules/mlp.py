@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tpkernels.comm.agreement import InputCheck
 from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.errors import ConfigError, UnsupportedModuleError
-from tpkernels.modules.arguments import ReplacedForward
+from tpkernels.modules.arguments import OWN_FORWARD, ReplacedForward
 from tpkernels.modules.class_swap import swap_class
 from tpkernels.modules.dropout import probability, sharded_dropout
 from tpkernels.modules.linear import ColumnParallelLinear, RowParallelLinear, linear_sizes
@@ -48,7 +48,7 @@ class MLPSplit:
     dropout: float | str = 0.0
     outer_dropout: float | str = 0.0
     reduce_dtype: torch.dtype | None = None
-    replaced: ReplacedForward = ReplacedForward(("x",))
+    replaced: ReplacedForward = OWN_FORWARD
     check: InputCheck = field(default_factory=InputCheck)
 
 

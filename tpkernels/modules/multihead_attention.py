@@ -13,12 +13,12 @@ from tpkernels.comm.group import GroupLike, resolve_group
 from tpkernels.comm.regions import gather_from_tensor_model_parallel_region as gather_from_region
 from tpkernels.errors import ConfigError, UnsupportedModuleError
 from tpkernels.modules.attend import attend, local_mask
-from tpkernels.modules.attention import qkv_layout, split_output_
 from tpkernels.modules.class_swap import swap_class
 from tpkernels.modules.dropout import probability, sharded_dropout
 from tpkernels.modules.head_partition import HeadPartition
 from tpkernels.modules.head_sharded import HeadSplit
 from tpkernels.modules.parameters import layout_spec, local_tensor, shard_parameter_
+from tpkernels.modules.projections import qkv_layout, split_output_
 from tpkernels.modules.style import SwapStyle
 from tpkernels.overlap import column_gemm_act
 

@@ -116,9 +116,8 @@ def gather_full(tensor: Tensor, group: Group | None) -> Tensor:
 def gather_gradient(parameter: Tensor, group: Group | None) -> Tensor | None:
     """The whole gradient of a parameter, as in the dense model; collective like gather_full."""
     grad = parameter.grad
-    if grad is not None and isinstance(parameter, ChunkedTensor):
-        if not isinstance(grad, ChunkedTensor):
-            grad = ChunkedTensor.wrap(grad, parameter.spec)
+    if isinstance(parameter, ChunkedTensor) and isinstance(grad, Tensor):
+        grad = grad if isinstance(grad, ChunkedTensor) else ChunkedTensor.wrap(grad, parameter.spec)
     return None if grad is None else gather_full(grad, group)
 
 

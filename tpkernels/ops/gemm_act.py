@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tpkernels import reference
 from tpkernels.errors import ConfigError
-from tpkernels.ops import choice
 from tpkernels.library import (
     check_dtypes,
     check_gemm,
@@ -21,6 +20,7 @@ from tpkernels.library import (
     rows,
     vector_jacobian,
 )
+from tpkernels.ops import choice
 from tpkernels.reference.activation import check_activation
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from tpkernels import reference
 from tpkernels.errors import ConfigError
-from tpkernels.ops import choice
-from tpkernels.ops.gemm_act import gemm_grads
 from tpkernels.library import (
     check_dtypes,
     check_gemm,
@@ -21,6 +19,8 @@ from tpkernels.library import (
     needs_grad,
     vector_jacobian,
 )
+from tpkernels.ops import choice
+from tpkernels.ops.gemm_act import gemm_grads
 from tpkernels.reference.activation import check_activation
 
 _SIGNATURE = "(Tensor x, Tensor w_gate, Tensor w_up, Tensor? b_gate, Tensor? b_up, str act) -> "
