@@ -100,16 +100,34 @@ class Block(nn.Module):
         return x + self.fc2(self.act(self.fc1(self.norm(x))))
 
 
-def mixed_meshes(group, order, cross_a_digit):
-    """Tensor-parallel by 2, fully_shard by 2: the dense model's norm, and its step."""
+def mesh_whose_names_cross_a_digit():
+    """Groups are named by numbers; here rank 0's dp is "999999", rank 1's "1000000"."""
     world = distributed_c10d._world
-    before = world.group_count
-    if cross_a_digit:  # so that groups of neighbouring ranks sort differently by name
-        world.group_count = 999_999
+    before, world.group_count = world.group_count, 999_991
     try:
-        mesh = tpk.init_mesh(dp_shard=2, tp=2, device_type="cpu")
+        return tpk.init_mesh(dp_shard=2, tp=2, device_type="cpu")
     finally:
-        world.group_count = max(before + 8, world.group_count % 999_999 + before)
+        world.group_count = before + world.group_count - 999_991
+
+
+def three_meshes(group):
+    """Parameters over dp alone, over tp alone and over both: the norm, and whether dp < tp."""
+    mesh = mesh_whose_names_cross_a_digit()
+    parameters = []
+    for position, axes in enumerate((("dp_shard", "tp"), ("tp",), ("dp_shard",))):
+        dtype = torch.float64 if axes == ("tp",) else torch.float32  # a mix-up is an error
+        whole = torch.full((4, 2), 10.0**position, dtype=dtype)
+        placements = [Shard(dim) for dim in range(len(axes))]
+        data = distribute_tensor(whole, mesh[axes], placements)
+        parameters.append(with_grad(data, data.clone()))
+    total = tpk.clip_grad_norm_(parameters, 1e9, 1.0)
+    dp, tp = (mesh[axis].get_group().group_name for axis in ("dp_shard", "tp"))
+    return total.item(), dp < tp
+
+
+def mixed_meshes(group, order):
+    """Tensor-parallel by 2, fully_shard by 2: the dense model's norm, and its gradients."""
+    mesh = tpk.init_mesh(dp_shard=2, tp=2, device_type="cpu")
     torch.manual_seed(0)
     dense = nn.Sequential(Block(), Block()).double()
     model = copy.deepcopy(dense)
@@ -133,13 +151,15 @@ def mixed_meshes(group, order, cross_a_digit):
 @pytest.mark.parametrize("order", [1.0, 2.0, math.inf], ids=str)
 def test_tensor_parallel_and_fully_shard_together(pool, order):
     """Z-45: mixed meshes give one global norm."""
-    names = pool.run(mixed_meshes, order, False)[0]
-    assert names == {("dp_shard",), ("dp_shard", "tp")}
+    meshes = pool.run(mixed_meshes, order)[0]
+    assert meshes == {("dp_shard",), ("dp_shard", "tp")}
 
 
 def test_the_order_of_sums_does_not_hang_on_the_names_of_groups(pool):
-    """Groups are numbered: of two ranks' names for their own groups either may sort first."""
-    pool.run(mixed_meshes, 2.0, True)
+    """Sorted by name, one rank adds up over dp first and its tp peer over tp."""
+    results = pool.run(three_meshes)
+    assert [dp_first for _, dp_first in results] == [False, True, False, True]
+    assert [total for total, _ in results] == [8 * 111.0] * 4
 
 
 def in_a_smaller_group(group):
@@ -183,7 +203,7 @@ def test_no_gradients_and_numbers_that_are_not_finite():
     bad = with_grad(torch.ones(2), torch.tensor([torch.nan, 1.0]))
     assert tpk.clip_grad_norm_([bad], 1.0).isnan()
     bad = with_grad(torch.ones(2), torch.tensor([torch.inf, 1.0]))
-    with pytest.raises(RuntimeError, match="total norm of order 2.0 of the gradients is inf"):
+    with pytest.raises(RuntimeError, match=r"total norm of order 2\.0 of the gradients is inf"):
         tpk.clip_grad_norm_([bad], 1.0, error_if_nonfinite=True)
     assert bad.grad[1] == 1  # untouched
     with pytest.raises(ConfigError, match=r"norm_type=0.5 must be at least 1, or math.inf"):

@@ -241,6 +241,19 @@ def test_against_float64(cpu_kernels, act, dtype, m, k, n):
         assert all(torch.equal(t, b) for t, b in zip(inputs, before, strict=True))
 
 
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_float64_is_eager_s_to_a_few_units(cpu_kernels, act):
+    # Eager is no better than we are in float64; csrc/tests has the truth, in long double.
+    pre = torch.linspace(-4, 40, 2001, dtype=torch.float64)
+    one = torch.ones_like(pre)
+    y = cpu_kernels.gemm_act(pre[:, None], one[:1, None], None, act)[:, 0]
+    torch.testing.assert_close(y, ACTIVATIONS[act](pre), rtol=4e-15, atol=1e-15)
+    leaf = pre.clone().requires_grad_()
+    ACTIVATIONS[act](leaf).sum().backward()
+    slope = torch.zeros_like(pre) + leaf.grad
+    torch.testing.assert_close(cpu_kernels.act_grad(one, pre, act), slope, rtol=4e-15, atol=2e-15)
+
+
 @pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "silu"])
 def test_the_tails_are_exact_where_eager_cancels(cpu_kernels, act):
     # Far below 0 the result is tiny and 1 + erf(x) or 1 + tanh(x) has lost its digits.

@@ -12,7 +12,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import types
 from typing import TYPE_CHECKING, Any
+
+from tpkernels import native
 
 __version__ = "0.1.0"
 
@@ -64,8 +67,21 @@ _TORCH_MISSING = (
 )
 _HAVE_TORCH = importlib.util.find_spec("torch") is not None
 
-if not _HAVE_TORCH:
+if _HAVE_TORCH:
+    native.warn_if_missing()
+else:
     print(_TORCH_MISSING, file=sys.stderr)
+
+
+class _Package(types.ModuleType):
+    """Importing ``tpkernels.parallelize`` does not hide the function of that name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _EXPORTS and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

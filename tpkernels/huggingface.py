@@ -30,7 +30,12 @@ def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("state_dict") is None:
         kwargs["state_dict"] = full_state_dict(module, cpu=True, rank0_only=True)
     if is_first_rank(group):
-        result = type(module).save_pretrained(module, *args, **kwargs)  # type: ignore[attr-defined,operator]
+        # transformers lets global rank 0 alone write; it may be in another group.
+        module.__dict__["should_save_on_this_rank"] = bool
+        try:
+            result = type(module).save_pretrained(module, *args, **kwargs)  # type: ignore[attr-defined,operator]
+        finally:
+            del module.__dict__["should_save_on_this_rank"]
     for each in sharing_meshes(group):
         dist.barrier(each)  # WAR: no rank may read the directory before it has been written
     return result

@@ -243,9 +243,10 @@ def unparallelize(model: nn.Module) -> None:
                 "tpkernels.full_state_dict(model) and load it into a fresh model"
             )
     _make_dense(model, group)
-    if _HOOK in model.__dict__:
-        model.__dict__.pop(_HOOK).remove()
-    model.__dict__.pop(_GROUP, None)
+    for module in model.modules():  # the model itself, or a part of it that was split
+        if _HOOK in module.__dict__:
+            module.__dict__.pop(_HOOK).remove()
+        module.__dict__.pop(_GROUP, None)
     restore_save_pretrained(model)
 
 

@@ -92,8 +92,8 @@ TPK_INLINE Real<P> bounded_magnitude(Real<P> x, Real<P> bound) {
   return bound < magnitude ? bound : magnitude;
 }
 
-// exp(z) for -2^20 < z <= 0, within 2 units in the last place; 0 where the result is not a normal
-// number. NaN gives NaN.
+// exp(z) for -2^20 < z <= 0, to the rounding of P; 0 where the result is not a normal number. NaN
+// gives NaN.
 template <typename P>
 TPK_INLINE Real<P> exp_nonpositive(Real<P> z) {
   using K = Precision<P>;

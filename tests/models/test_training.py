@@ -31,7 +31,7 @@ def call(name, model):
 
 
 def dropout_task(group, name):
-    """Replicated activations and weights are the same bits on all ranks after steps with dropout."""
+    """Replicated activations and weights have the same bits on all ranks, through steps."""
     model = training_model(name)
     parallelize(model, group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -128,6 +128,28 @@ def steps_task(group, name):
 @pytest.mark.parametrize("name", ["gpt2", "llama_mqa_tied", "encoder"])
 def test_optimizer_steps_equal_dense(pool, name):
     pool.run(steps_task, name, world_size=2, timeout=60)
+
+
+def accumulate_task(group, name):
+    """Gradients of several backward passes add up, as the dense model's do."""
+    dense = build(name)
+    model = copy.deepcopy(dense)
+    parallelize(model, group)
+    ids = torch.randint(3, 50, (4, 6))
+    for each in (dense, model):
+        for part in ids.chunk(2):
+            each(part, labels=part).loss.backward()
+    resolved, expected = resolve_group(group), dict(dense.named_parameters())
+    for key, parameter in model.named_parameters():
+        grad = gather_gradient(parameter, resolved)
+        torch.testing.assert_close(grad, expected[key].grad, rtol=1e-10, atol=1e-11)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama_uneven"])
+def test_gradient_accumulation_and_inference_mode(pool, name):
+    pool.run(accumulate_task, name, world_size=2, timeout=60)
 
 
 def autocast_task(group, name):

@@ -1,4 +1,4 @@
-"""Attention spelled out in plain PyTorch, with ``TPAttention``'s names: what its tests compare to."""
+"""Attention spelled out in plain PyTorch, with ``TPAttention``'s names, to compare with."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DenseAttention(nn.Module):
 
 
 def rotate(x: Tensor, theta: float) -> Tensor:
-    """Rotary embedding of x [B, H, S, D]: the pair (i, i + D/2) turned by position * theta^(-2i/D)."""
+    """Rotary embedding of x [B, H, S, D]: pairs (i, i + D/2) turn by position * theta^(-2i/D)."""
     half = x.shape[-1] // 2
     position = torch.arange(x.shape[2], dtype=torch.float32)[:, None]
     angle = position * theta ** (-torch.arange(0, 2 * half, 2, dtype=torch.float32) / (2 * half))

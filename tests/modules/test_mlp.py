@@ -1,4 +1,4 @@
-"""``TPMLP`` against a dense MLP: plain, gated, fused gate and up; wire dtype, init, empty batches."""
+"""``TPMLP`` against a dense MLP: plain, gated, fused gate and up; wire dtype, init, no rows."""
 
 from __future__ import annotations
 

@@ -134,7 +134,9 @@ def test_forms_that_cannot_be_split(options, message):
 
 
 def test_a_module_of_another_class_is_refused():
-    with pytest.raises(UnsupportedModuleError, match="expected nn.MultiheadAttention, got Linear"):
+    with pytest.raises(
+        UnsupportedModuleError, match=r"expected nn\.MultiheadAttention, got Linear"
+    ):
         TPMultiheadAttention.shard_(nn.Linear(4, 4), None)
 
 

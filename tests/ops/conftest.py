@@ -6,9 +6,15 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tpkernels import native
 from tpkernels.ops import choice
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])

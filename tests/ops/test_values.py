@@ -11,6 +11,7 @@ from tests.ops.samples import (
     ACTIVATIONS,
     DTYPES,
     EXACT,
+    JUDGED_DTYPES,
     LAYOUTS,
     OPS,
     ROUNDED,
@@ -67,10 +68,10 @@ def test_every_size_has_the_formula_s_shape(op, size):
 
 
 @by_name
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", JUDGED_DTYPES, ids=str)
 @pytest.mark.parametrize("act", ROUNDED)
 def test_activations_within_twice_eager_s_error(op, act, dtype):
-    for lead, k, n in (((33,), 24, 40), ((1,), 8, 3)):
+    for lead, k, n in (((33,), 24, 40), ((1,), 16, 129)):
         tensors = op.normals(lead, k, n, dtype)
         truths = op.expected([t.double() for t in tensors], act)
         for ours, eager, truth in zip(
@@ -80,11 +81,11 @@ def test_activations_within_twice_eager_s_error(op, act, dtype):
             assert_two_times(ours, eager, truth, name=f"{op} {act}")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", JUDGED_DTYPES, ids=str)
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_activation_and_gradient_over_their_whole_range(act, dtype):
     """Far tails, around zero, infinities: where approximations of erf, tanh and exp give in."""
-    largest = 200.0 if dtype is not torch.float64 else 1e4
+    largest = 200.0
     edge = torch.cat(
         [
             torch.linspace(-12, 12, 1001, dtype=torch.float64),
@@ -110,11 +111,12 @@ def test_activation_and_gradient_over_their_whole_range(act, dtype):
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_infinity_and_nan_are_the_true_ones_or_eager_s(act):
-    """Eager's own ``F.gelu(inf)`` is NaN on some CPUs, so either is right."""
+    """Eager's own ``F.gelu(-inf)`` is NaN: that, or the limit, is right."""
     x = torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38, -3e38])
     y = ops.gemm_act(x[:, None], torch.ones(1, 1), None, act).flatten()
-    eager, truth = act_of(x, act), act_of(x.double(), act).float()
-    close = torch.isclose(y, truth, equal_nan=True) | torch.isclose(y, eager, equal_nan=True)
+    eager, limit = act_of(x, act), act_of(x.double(), act).float()
+    limit[:2] = torch.tensor([torch.inf, -torch.inf if act == "none" else 0.0])
+    close = torch.isclose(y, limit, equal_nan=True) | torch.isclose(y, eager, equal_nan=True)
     assert bool(close.all()), y
     assert bool(y[2].isnan())
 

@@ -1,4 +1,4 @@
-"""``torch.compile(fullgraph=True)`` between two ranks gives what eager gives, and sends the same."""
+"""``torch.compile(fullgraph=True)`` between two ranks gives and sends what eager does."""
 
 from __future__ import annotations
 

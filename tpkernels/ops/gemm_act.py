@@ -91,7 +91,7 @@ def _gemm_act_aux_fake(
 
 
 def _gemm_act_aux_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, ctx.act = inputs
+    x, weight, _, ctx.act = inputs
     ctx.save_for_backward(x, weight, None if ctx.act == "none" else output[1])
     ctx.set_materialize_grads(False)
 
