@@ -171,8 +171,6 @@ def disagree_task(group, kind, mode):
 
     x = torch.randn(2, 3, 8)
     call(x)
-    if kind.endswith("mask"):
-        raise AssertionError
     if mode == "values":
         call(x + (group.rank() == 1))
     elif mode == "shape":
