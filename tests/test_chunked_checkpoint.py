@@ -52,6 +52,8 @@ def save_async(group, path, how):
     }
     values = state(group, 1.0)
     future = dcp.async_save(values, process_group=group, **options[how]())
+    if hasattr(future, "staging_completion"):  # until then the values must stay
+        future.staging_completion.result()
     with torch.no_grad():
         for tensor in (values["weight"], values["bias"], values["state"]["exp_avg"]):
             tensor.fill_(-100)

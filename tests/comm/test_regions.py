@@ -197,6 +197,28 @@ def test_gradgradcheck_one_rank_perturbed_at_a_time(pool, region):
     pool.run(second_gradients_of, region, [1, 0, 2], world_size=3)
 
 
+def edited_in_place(group, region):
+    name, rank = resolve_group(group).name, group.rank()
+    shape = shapes((2, 3), 0, [1, 1], REGIONS[region][2])[rank]
+    x = torch.ones(shape, requires_grad=True)
+    y = call(region, x * 1, name, 0, [1, 1])
+    expected = y.detach() * 2
+    y = y.mul_(2)
+    y.sum().backward()
+    return torch.equal(y, expected) and bool((x.grad != 0).all())
+
+
+@pytest.mark.parametrize("region", [region for region in REGIONS if "copy_to" not in region])
+def test_a_result_may_be_edited_in_place(pool, region):
+    assert pool.run(edited_in_place, region, world_size=2) == [True, True]
+
+
+def test_editing_a_copy_to_region_in_place_is_refused_by_autograd(pool):
+    """It is the caller's own tensor: an edit would change that too."""
+    with pytest.raises(RankError, match=r"modified inplace.*cloning the output"):
+        pool.run(edited_in_place, "copy_to_tensor_model_parallel_region", world_size=2)
+
+
 def without_sizes(group):
     name = resolve_group(group).name
     x = torch.arange(10.0).view(5, 2)

@@ -14,6 +14,7 @@ from tpkernels.checkpoint import full_state_dict, load_full_state_dict
 from tpkernels.errors import ConfigError
 from tpkernels.modules.parameters import local_tensor
 from tpkernels.parallelize import parallelize, unparallelize
+from tpkernels.testing import RankError
 
 
 def snapshot(model):
@@ -265,3 +266,19 @@ def meta_task(group):
 
 def test_a_model_on_the_meta_device(pool):
     pool.run(meta_task, world_size=2)
+
+
+def assigned_task(group, name):
+    """A whole weight in place of a part would be counted once a rank: it is refused at its use."""
+    model = build(name)
+    state = clones(model.state_dict())
+    parallelize(model, group)
+    model.load_state_dict(state, assign=True, strict=True)
+    outputs(name, model)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama_gqa", "encoder", "user"])
+def test_load_state_dict_with_assign_is_not_silent(pool, name):
+    with pytest.raises(RankError, match=r"load_full_state_dict|size mismatch") as caught:
+        pool.run(assigned_task, name, world_size=2)
+    assert len(caught.value.failures) == 2

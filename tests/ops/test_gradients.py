@@ -135,6 +135,20 @@ def test_the_pre_activation_s_own_gradient_is_added():
 
 
 @by_name
+@pytest.mark.parametrize("act", ["none", "gelu"])
+def test_results_may_be_edited_in_place(op, act):
+    for lead in ((2, 3), (), (0,)):
+        gradients_of = []
+        for in_place in (False, True):
+            torch.manual_seed(1)
+            inputs = leaves(op.normals(lead, 3, 4))
+            y, *_ = op.run(inputs, act)  # the others are kept for backward
+            edited = y.mul_(2) if in_place else y * 2
+            gradients_of.append(gradients(edited, inputs, torch.ones_like(edited)))
+        assert_equal(*gradients_of)
+
+
+@by_name
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_a_second_backward_equals_the_first_bitwise(op, act):
     tensors = op.normals((9,), 8, 6)

@@ -111,7 +111,7 @@ def all_gather(tensor: Tensor, sizes: list[int], dim: int, group_name: str) -> T
     if any(size != most for size in sizes):
         pieces = [gathered[r * most : r * most + size] for r, size in enumerate(sizes)]
         gathered = torch.cat(pieces)
-    return gathered.movedim(0, dim).contiguous()
+    return _moved_to(dim, gathered)
 
 
 def reduce_scatter(tensor: Tensor, sizes: list[int], dim: int, group_name: str) -> Tensor:
@@ -132,7 +132,14 @@ def reduce_scatter(tensor: Tensor, sizes: list[int], dim: int, group_name: str) 
     kept = padded.new_empty((most, *padded.shape[1:]))
     if padded.numel():
         _guarded(_reduce_scatter_single, "reduce_scatter", group_name, kept, padded, group=group)
-    return kept[: sizes[rank]].movedim(0, dim).contiguous()
+    return _moved_to(dim, kept if sizes[rank] == most else kept[: sizes[rank]])
+
+
+def _moved_to(dim: int, tensor: Tensor) -> Tensor:
+    """``tensor`` with its first dimension at ``dim``; no view: it may be edited in place."""
+    if dim % tensor.dim() == 0 and not tensor._is_view():
+        return tensor
+    return tensor.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
 def all_gather_bytes(row: Tensor, group_name: str) -> Tensor:

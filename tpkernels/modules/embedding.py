@@ -19,7 +19,7 @@ from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.comm.regions import reduce_from_tensor_model_parallel_region as reduce_from_region
 from tpkernels.errors import UnsupportedModuleError
 from tpkernels.modules.class_swap import swap_class
-from tpkernels.modules.parameters import local_tensor, shard_parameter_, split_spec
+from tpkernels.modules.parameters import local_part, shard_parameter_, split_spec
 from tpkernels.modules.style import SwapStyle
 from tpkernels.shard_spec import chunk_sizes
 
@@ -92,7 +92,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         self.check({"ids": input}, self.group, "VocabParallelEmbedding")
-        weight = local_tensor(self.weight)
+        weight = local_part(self.weight, self.group, "VocabParallelEmbedding.weight")
         if self.group.size == 1:
             return F.embedding(input, weight, self.padding_idx)
         self._check_range(input)

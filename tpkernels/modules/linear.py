@@ -25,7 +25,13 @@ from tpkernels.comm.regions import scatter_to_tensor_model_parallel_region as sc
 from tpkernels.comm.rng import rejoin_shared_stream
 from tpkernels.errors import ConfigError, UnsupportedModuleError
 from tpkernels.modules.class_swap import is_swapped, swap_class
-from tpkernels.modules.parameters import layout_spec, local_tensor, shard_parameter_, split_spec
+from tpkernels.modules.parameters import (
+    layout_spec,
+    local_part,
+    local_tensor,
+    shard_parameter_,
+    split_spec,
+)
 from tpkernels.modules.style import SwapStyle
 from tpkernels.overlap import column_gemm_act, gemm_all_reduce
 from tpkernels.overlap.replicated import sum_replicated_gradient
@@ -111,16 +117,18 @@ class _ParallelLinear(nn.Module):
 
     def local_weight(self) -> Tensor:
         """This rank's weight as [N_r, K] (column) or [N, K_r] (row); a view, differentiable."""
-        weight = sum_replicated_gradient(
-            local_tensor(self.weight), spec_of(self.weight), self.group.name
-        )
+        part = local_part(self.weight, self.group, f"{type(self).__name__}.weight")
+        weight = sum_replicated_gradient(part, spec_of(self.weight), self.group.name)
         return weight.t() if self.transposed else weight
 
     def local_bias(self) -> Tensor | None:
         """This rank's bias, or None."""
         if self.bias is None:
             return None
-        return sum_replicated_gradient(local_tensor(self.bias), spec_of(self.bias), self.group.name)
+        if self._split == "row":
+            return local_tensor(self.bias)  # replicated
+        part = local_part(self.bias, self.group, f"{type(self).__name__}.bias")
+        return sum_replicated_gradient(part, spec_of(self.bias), self.group.name)
 
     def _check_input(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):

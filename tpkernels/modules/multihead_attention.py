@@ -17,7 +17,7 @@ from tpkernels.modules.class_swap import swap_class
 from tpkernels.modules.dropout import probability, sharded_dropout
 from tpkernels.modules.head_partition import HeadPartition
 from tpkernels.modules.head_sharded import HeadSplit
-from tpkernels.modules.parameters import layout_spec, local_tensor, shard_parameter_
+from tpkernels.modules.parameters import layout_spec, local_part, shard_parameter_
 from tpkernels.modules.projections import qkv_layout, split_output_
 from tpkernels.modules.style import SwapStyle
 from tpkernels.overlap import column_gemm_act
@@ -118,13 +118,13 @@ class TPMultiheadAttention(nn.Module):
         return x if self.batch_first else x.transpose(0, 1)
 
     def _project(self, q_in: Tensor, k_in: Tensor, v_in: Tensor) -> list[Tensor]:
-        weight = local_tensor(self.in_proj_weight)
+        weight = local_part(self.in_proj_weight, self._tp.group, "in_proj_weight")
         rows = weight.shape[0] // 3  # q, k and v have equally many heads
         weights = list(weight.split(rows)) if rows else [weight] * 3
         if self.in_proj_bias is None:
             biases: list[Tensor | None] = [None] * 3
         else:
-            bias = local_tensor(self.in_proj_bias)
+            bias = local_part(self.in_proj_bias, self._tp.group, "in_proj_bias")
             biases = list(bias.split(rows)) if rows else [bias] * 3
         name = self._tp.group.name
         if q_in is k_in and k_in is v_in:

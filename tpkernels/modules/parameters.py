@@ -13,6 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tpkernels.chunked_tensor import ChunkedTensor
 from tpkernels.comm.collectives import all_gather
 from tpkernels.comm.group import Group
+from tpkernels.errors import ConfigError
 from tpkernels.shard_spec import (
     Chunk,
     ShardSpec,
@@ -93,6 +94,21 @@ def local_tensor(parameter: Tensor) -> Tensor:
             return parameter._local_tensor
         return parameter.to_local()
     return parameter
+
+
+def local_part(parameter: Tensor, group: Group, what: str) -> Tensor:
+    """:func:`local_tensor` of a parameter that must be split when ``group`` has several ranks.
+
+    Raises:
+        ConfigError: it is an ordinary tensor: the sum over ranks would count the whole R times.
+    """
+    if group.size > 1 and not isinstance(parameter, (ChunkedTensor, DTensor)):
+        raise ConfigError(
+            f"{what} holds an ordinary tensor {tuple(parameter.shape)} where this rank's part of a "
+            "split parameter belongs (load_state_dict(..., assign=True) leaves it so). Fix: "
+            "tpkernels.load_full_state_dict(model, state_dict)"
+        )
+    return local_tensor(parameter)
 
 
 def gather_full(tensor: Tensor, group: Group | None) -> Tensor:

@@ -45,7 +45,8 @@ def _run(
         return gemm_act(x, weight, bias)
     x_MK = rows(x)
     wire_dtype = reduce_dtype or x.dtype
-    out_MN = x.new_empty((x_MK.shape[0], weight.shape[0]), dtype=wire_dtype)
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=wire_dtype)
+    out_MN = rows(out)
     plan = plan_gemm_all_reduce(
         out_MN.shape[0], out_MN.shape[1], out_MN.element_size(), group_name, chunks
     )
@@ -63,7 +64,7 @@ def _run(
         for _, _, pending in issued:
             pending.drain()
         raise
-    return out_MN.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+    return out.to(x.dtype)  # no view: the caller may edit it in place
 
 
 def _partial(x_MK: Tensor, weight: Tensor, out_MN: Tensor) -> None:
