@@ -24,7 +24,14 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "compat"
 RESULT = ROOT / "build" / "compat.json"
 OLDEST, NEWEST = (3, 11), (3, 14)
-QUICK_TESTS = ["tests/test_native.py", "tests/ops", "tests/reference", "tests/modules"]
+QUICK_TESTS = [
+    "tests/test_native.py",
+    "tests/ops",
+    "tests/reference",
+    "tests/modules",
+    "tests/test_chunked_checkpoint.py",
+    "tests/test_parallelize_mesh.py",
+]
 TIME_LIMIT = 3600.0  # seconds a step may take; a CUDA build of torch is several GB
 
 
