@@ -183,7 +183,7 @@ def _implementation(device_type: str, group: Group) -> str:
     if group.size == 1:
         return kernel
     plan = plan_gemm_all_reduce(1 << 12, 1 << 12, 2, group.name)
-    return f"{kernel} + all-reduce {plan.strategy}"
+    return f"{kernel}, overlap {plan.strategy}"
 
 
 def _parameter_bytes(model: nn.Module) -> int:
