@@ -126,7 +126,7 @@ def _plan_mlp(module: nn.Module, found: Found, s: MLPStructure, group: Group) ->
                     activation=(s.act or "none") if fuse else "none",
                 )
         if fuse and s.act_module is not None:
-            FusedActivation.fuse_(module.get_submodule(s.act_module))
+            FusedActivation.fuse_(module.get_submodule(s.act_module), module.get_submodule(s.up))
         if isinstance(s.inner_dropout, str):
             ShardedDropout.shard_(module.get_submodule(s.inner_dropout), group)
         RowParallelLinear.shard_(module.get_submodule(s.down), group, name=f"{found.path}.{s.down}")

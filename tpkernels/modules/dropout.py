@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.comm.rng import rank_stream
-from tpkernels.modules.class_swap import swap_class
+from tpkernels.modules.class_swap import set_attributes, swap_class
 
 
 def probability(module: nn.Module, dropout: float | str | None) -> float:
@@ -51,12 +51,19 @@ class ShardedDropout(nn.Module):
 
 
 class FusedActivation(nn.Module):
-    """An activation module whose work the GEMM before it does: the identity."""
+    """An activation module whose work the GEMM before it does: the identity.
+
+    While someone hooks that layer, to see or change what comes before the activation, the layer
+    leaves the activation out and this module applies it as it did.
+    """
+
+    fused_into: Any
 
     @classmethod
-    def fuse_(cls, module: nn.Module) -> None:
-        """Turn an activation module into the identity, in place."""
-        swap_class(module, cls)
+    def fuse_(cls, module: nn.Module, leaf: nn.Module) -> None:
+        """Turn an activation module that follows the column-parallel ``leaf`` into this."""
+        set_attributes(leaf, activation_follows=True)
+        swap_class(module, cls, fused_into=leaf)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x
+        return super().forward(x) if self.fused_into.is_hooked else x

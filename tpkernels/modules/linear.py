@@ -24,6 +24,7 @@ from tpkernels.comm.regions import gather_from_tensor_model_parallel_region as g
 from tpkernels.comm.regions import scatter_to_tensor_model_parallel_region as scatter_to_region
 from tpkernels.comm.rng import rejoin_shared_stream
 from tpkernels.errors import ConfigError, UnsupportedModuleError
+from tpkernels.library import DTYPES
 from tpkernels.modules.class_swap import is_swapped, swap_class
 from tpkernels.modules.parameters import (
     layout_spec,
@@ -35,6 +36,7 @@ from tpkernels.modules.parameters import (
 from tpkernels.modules.style import SwapStyle
 from tpkernels.overlap import column_gemm_act, gemm_all_reduce
 from tpkernels.overlap.replicated import sum_replicated_gradient
+from tpkernels.reference.activation import check_activation
 from tpkernels.shard_spec import Chunk, chunk_sizes, spec_of
 
 
@@ -143,6 +145,14 @@ class _ParallelLinear(nn.Module):
         )
 
 
+def _check_reduce_dtype(reduce_dtype: torch.dtype | None) -> None:
+    if reduce_dtype is not None and reduce_dtype not in DTYPES:
+        raise ConfigError(
+            f"reduce_dtype={reduce_dtype!r} cannot hold the sums; "
+            f"allowed: None, {', '.join(map(str, DTYPES))}"
+        )
+
+
 def linear_sizes(owner: nn.Module, path: str, name: str) -> tuple[int, int]:
     """(in, out) features of the dense linear layer at ``path`` of ``owner``; ``name`` is owner's.
 
@@ -202,6 +212,8 @@ class ColumnParallelLinear(_ParallelLinear):
     joint: JointProjection | None = None
     activation: str = "none"
     gather_output: bool = False
+    activation_follows: bool = False
+    """A :class:`FusedActivation` comes next and applies what this layer leaves out."""
 
     def __init__(
         self,
@@ -216,6 +228,7 @@ class ColumnParallelLinear(_ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
+        check_activation(activation)
         self._init_parallel(in_features, out_features, bias, group, device, dtype)
         self.activation, self.gather_output = activation, gather_output
         self._split_parameters(None)
@@ -268,6 +281,11 @@ class ColumnParallelLinear(_ParallelLinear):
                 spec = layout_spec(parameter.shape, dim, self.group, layout)
             shard_parameter_(self, name, spec, self.group)
 
+    @property
+    def is_hooked(self) -> bool:
+        """Whether hooks see or change this layer's output."""
+        return bool(self._forward_hooks or self._backward_hooks or self._backward_pre_hooks)
+
     def output_sizes(self) -> list[int]:
         """Out features of every rank."""
         spec = spec_of(self.weight)
@@ -280,7 +298,8 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.joint is not None and (y := self.joint.take(self, x)) is not None:
             return y
         weight, bias = self.local_weight(), self.local_bias()
-        (y,) = column_gemm_act(x, [weight], [bias], self.activation, self.group.name)
+        activation = "none" if self.activation_follows and self.is_hooked else self.activation
+        (y,) = column_gemm_act(x, [weight], [bias], activation, self.group.name)
         if self.gather_output:
             y = gather_from_region(y, self.group.name, -1, self.output_sizes())
         return y
@@ -320,6 +339,7 @@ class RowParallelLinear(_ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
+        _check_reduce_dtype(reduce_dtype)
         self._init_parallel(in_features, out_features, bias, group, device, dtype)
         self.input_is_parallel, self.reduce_dtype = input_is_parallel, reduce_dtype
         self._split_parameters(None)

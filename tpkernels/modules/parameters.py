@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tpkernels.chunked_tensor import ChunkedTensor
 from tpkernels.comm.collectives import all_gather
 from tpkernels.comm.group import Group
-from tpkernels.errors import ConfigError
+from tpkernels.errors import ConfigError, UnsupportedModuleError
 from tpkernels.shard_spec import (
     Chunk,
     ShardSpec,
@@ -79,6 +79,11 @@ def shard_parameter_(module: nn.Module, name: str, spec: ShardSpec, group: Group
     dense = module._parameters.get(name)
     if dense is None or group.size == 1 or spec_of(dense) is not None:
         return
+    if dense._backward_hooks or getattr(dense, "_post_accumulate_grad_hooks", None):
+        raise UnsupportedModuleError(
+            f"{name} of a {type(module).__name__} has hooks on its gradient, which its part would "
+            "not keep. Fix: register them after parallelize"
+        )
     part = make_parameter(spec.take(dense.detach()), spec, group, dense.requires_grad)
     if dense.grad is not None:
         part.grad = make_parameter(spec.take(dense.grad), spec, group, False).detach()
