@@ -38,6 +38,7 @@ KEEPS = {
     "to dtype": lambda t: t.to(torch.float64),
     "to device": lambda t: t.to("cpu", copy=True),
     "meta": lambda t: t.to("meta"),
+    "type": lambda t: t.type(torch.float16),
     "double": lambda t: t.double(),
     "bfloat16": lambda t: t.bfloat16(),
     "cpu": lambda t: t.cpu(),
@@ -61,9 +62,20 @@ def test_what_keeps_the_spec(how):
 
 
 def test_what_is_no_part_of_a_whole_is_an_ordinary_tensor():
-    for other in (part().plain(), part()[:2], part().t(), part().sum(0), part() @ torch.ones(2, 3)):
+    for other in (part().plain(), part()[:2], part().flatten(), part().isfinite(), part() > 1):
         assert type(other) is torch.Tensor and spec_of(other) is None
     assert type(part() + torch.ones(5, 8, 2)) is torch.Tensor  # of another shape
+    assert part().type() == "torch.FloatTensor"
+
+
+@pytest.mark.parametrize(
+    "transpose", [torch.t, lambda t: t.T, lambda t: t.mT], ids=["t", "T", "mT"]
+)
+def test_a_transposed_part_is_a_part_of_the_transposed_whole(transpose):
+    turned = transpose(part())
+    assert turned.spec == ShardSpec((2, 12), 1, LAYOUT, 0)
+    assert torch.equal(turned.plain(), turned.spec.take(FULL.t()))
+    assert transpose(turned).spec == SPEC
 
 
 @pytest.mark.parametrize("how", ["to dtype", "double", "clone", "contiguous"])
@@ -138,6 +150,7 @@ OPTIMIZERS = {
         {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "maximize": True, "foreach": True},
     ),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.9}),
 }
 
 
@@ -185,7 +198,56 @@ def test_a_part_of_another_shape_is_refused():
         ChunkedTensor.wrap(torch.ones(7, 2), SPEC)
 
 
+def with_gradient():
+    layer = Layer()
+    layer.weight.plain().pow(2).sum().backward()
+    return layer
+
+
+WANTS_ALL = {
+    "torch.Tensor.norm": lambda t: t.norm(),
+    "torch.norm": torch.norm,
+    "torch.linalg.vector_norm": torch.linalg.vector_norm,
+    "torch.linalg.norm": torch.linalg.norm,
+    "torch._foreach_norm": lambda t: torch._foreach_norm([torch.ones(3), t]),
+    "torch.Tensor.sum": lambda t: t.sum(),
+    "torch.sum": lambda t: torch.sum(input=t),
+    "torch.Tensor.mean": lambda t: t.mean(0),
+    "torch.Tensor.max": lambda t: t.max(),
+    "torch.mm": lambda t: torch.mm(torch.ones(3, 8), t),
+    "torch.matmul": lambda t: torch.matmul(t, torch.ones(2)),
+    "torch.Tensor.(__matmul__|matmul)": lambda t: t @ t.t(),
+    "torch.Tensor.(__rmatmul__|__matmul__|matmul)": lambda t: torch.ones(3, 8) @ t,
+    "torch.einsum": lambda t: torch.einsum("ij,kj->ik", t, t),
+    "torch.nn.functional.linear": lambda t: nn.functional.linear(torch.ones(4, 2), t),
+}
+
+
+@pytest.mark.parametrize("name", WANTS_ALL)
+@pytest.mark.parametrize("kind", [part, lambda: nn.Parameter(part())], ids=["part", "parameter"])
+def test_what_would_take_the_part_for_the_whole_is_refused(kind, name):
+    fix = "clip_grad_norm_" if "norm" in name else r"full_state_dict\(model\).*element-wise"
+    message = rf"rank 0's part .* global shape \(12, 2\), and {name} would see .*Fix: .*{fix}"
+    with pytest.raises(UnsupportedModuleError, match=message):
+        WANTS_ALL[name](kind())
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_the_norm_of_a_part_s_gradient_is_refused(foreach):
+    layer = with_gradient()
+    with pytest.raises(UnsupportedModuleError, match=r"Fix: tpkernels\.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(layer.parameters(), 1.0, foreach=foreach)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_an_optimizer_that_mixes_rows_is_refused():
+    layer = with_gradient()
+    with pytest.raises(UnsupportedModuleError, match=r"global shape \(2, 12\)"):
+        torch.optim.Muon([layer.weight]).step()
+
+
 def test_it_is_shown_by_what_it_is():
+    assert "ChunkedTensor(rank 0" in str([*Layer().parameters()]) + f"{part()}"
     assert repr(part()) == "ChunkedTensor(rank 0 holds (8, 2) of (12, 2), dim 0)"
 
 

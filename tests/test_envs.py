@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tpkernels import envs
@@ -39,3 +43,19 @@ def test_a_time_limit_is_above_zero(seconds, monkeypatch):
 
 def test_the_table_names_every_variable():
     assert all(f"``{variable}``" in envs.__doc__ for variable in READERS)
+
+
+def test_the_table_names_every_value_and_what_is_lacking():
+    words = envs.__doc__.replace(",", " ").replace(":", " ").split()
+    assert set(envs.IMPLEMENTATIONS) | set(envs.OVERLAP_STRATEGIES) <= set(words)
+    assert envs.__doc__.count("asking for one raises") == 2
+    assert set(envs.OVERLAP_STRATEGIES_LACKING) < set(envs.OVERLAP_STRATEGIES)
+
+
+def test_importing_with_a_wrong_value_warns_in_one_line():
+    environment = {**os.environ, "TPKERNELS_NATIVE": "7"}
+    command = [sys.executable, "-c", "import tpkernels"]
+    done = subprocess.run(command, env=environment, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stderr.count("\n") == 1
+    assert "TPKernelsWarning: TPKERNELS_NATIVE='7' is not known" in done.stderr

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import subprocess
 import sys
 
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.models.zoo import build, llama, outputs
-from tpkernels.errors import ConfigError, UnsupportedModuleError
+from tpkernels.errors import ConfigError, ShardedSaveError, UnsupportedModuleError
 from tpkernels.modules import TPMLP, ColumnParallelLinear
 from tpkernels.parallelize import parallelize, unparallelize
 
@@ -147,7 +149,67 @@ assert tpk.parallelize is parallelize
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+class Scaled(nn.Linear):
+    """A linear layer that does more, as adapters do."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def hooked():
+    model = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6))
+    model[1].register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build_model", "reason"),
+    [
+        (
+            lambda: nn.Sequential(Scaled(6, 10), nn.GELU(), nn.Linear(10, 6)),
+            r"\n0: .*Scaled overrides the forward of Linear\n2: ",
+        ),
+        (hooked, r"\n2: '1' between the layers has a hook"),
+        (
+            lambda: nn.Sequential(nn.Linear(6, 9), nn.Conv2d(3, 3, 1), nn.Linear(9, 6)),
+            r"\n2: Conv2d '1', not element-wise, lies before it",
+        ),
+        (lambda: nn.Sequential(nn.Conv2d(3, 3, 1)), r"\(0 linear layers\)\. Fix: give plan"),
+    ],
+)
+def test_no_structure_is_explained_by_the_reasons(build_model, reason):
+    with pytest.raises(UnsupportedModuleError, match=reason) as caught:
+        parallelize(build_model())
+    assert "Fix: give plan=" in str(caught.value)
+
+
+def saved_task(group):
+    """A split model is not pickled, and says what to save; a copy of it checks its own inputs."""
+    model = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6))})
+    parallelize(model, group)
+    for save in (lambda m: torch.save(m, io.BytesIO()), pickle.dumps):
+        try:
+            save(model)
+        except ShardedSaveError as error:
+            assert "Fix: torch.save(tpkernels.full_state_dict(model)" in str(error)
+        else:
+            raise AssertionError("saved")
+    (check,) = model._forward_pre_hooks.values()
+    (copied,) = copy.deepcopy(model)._forward_pre_hooks.values()
+    assert copied.group is check.group and copied.check is not check.check
+    unparallelize(model)
+    torch.save(model, io.BytesIO())
+
+
+def test_saving_a_split_model_names_the_way(pool):
+    pool.run(saved_task, world_size=2)
+
+
 def test_what_is_no_model_or_no_group():
+    with pytest.raises(ConfigError, match=r"model must be an nn\.Module, got int"):
+        unparallelize(3)
+    with pytest.raises(ConfigError, match=r"strict='no' is not known; allowed: True, False"):
+        parallelize(nn.Linear(2, 2), strict="no")
     with pytest.raises(ConfigError, match=r"model must be an nn\.Module, got str"):
         parallelize("model")
     with pytest.raises(ConfigError, match="mesh or group must be a DeviceMesh"):

@@ -148,6 +148,38 @@ def test_a_plan_that_fails_half_way_changes_nothing(pool, name):
     pool.run(half_task, name, world_size=2)
 
 
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({0: ColumnParallelLinear}, r"the key 0 must be a str, a module path\. Fix: .*'embed'"),
+        ({}, r"plan=\{\} splits nothing\. Fix: .*'embed': tpkernels\.ColumnParallelLinear"),
+    ],
+)
+def test_plans_that_name_nothing(plan, message):
+    with pytest.raises(ConfigError, match=message):
+        parallelize(Net(), plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (
+            ColumnParallelLinear,
+            {"gather": True},
+            r"ColumnParallelLinear\.style: gather=True is not an option of it; allowed: "
+            "layout, gather_output, activation$",
+        ),
+        (RowParallelLinear, {"name": "a"}, r"name='a' is not an option"),
+        (VocabParallelEmbedding, {"dim": 0}, r"dim=0 is not an option of it; allowed: none"),
+        (TPMLP, {"down": "2"}, r"TPMLP\.style needs up; allowed options: up, down, gate"),
+        (TPAttention, {"num_heads": 4}, r"TPAttention\.style needs head_dim"),
+    ],
+)
+def test_options_that_do_not_fit_a_style(cls, options, message):
+    with pytest.raises(ConfigError, match=message):
+        cls.style(**options)
+
+
 def sequence_style_task(group):
     """A style that only adds hooks is undone as well."""
     model = nn.Sequential(nn.LayerNorm(8))

@@ -29,6 +29,7 @@ _KEEPS_SPEC = {  # same shape, same meaning: the result is the same part of anot
     torch.Tensor.clone,
     torch.Tensor.contiguous,
     torch.Tensor.to,
+    torch.Tensor.type,
     torch.Tensor.cpu,
     torch.Tensor.cuda,
     torch.Tensor.float,
@@ -54,6 +55,31 @@ _KEEP_SPECS = {  # the same, of lists
     torch._foreach_neg,
 }
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr,attr-defined]
+_TRANSPOSES = {  # of two dimensions: the result is the same part of the transposed whole
+    torch.t,
+    torch.Tensor.t,
+    torch.Tensor.T.__get__,  # type: ignore[union-attr,attr-defined]
+    torch.Tensor.mT.__get__,  # type: ignore[union-attr,attr-defined]
+}
+_WANTS_ALL = {  # reductions and matrix products: a part's result is not the whole's; their names
+    getattr(owner, name): f"{path}.{name}"
+    for path, owner in (
+        ("torch.nn.functional", torch.nn.functional),
+        ("torch.linalg", torch.linalg),
+        ("torch.Tensor", torch.Tensor),
+        ("torch", torch),
+    )
+    for name in (
+        *("norm", "vector_norm", "matrix_norm", "normalize", "renorm", "_foreach_norm"),
+        *("sum", "nansum", "mean", "nanmean", "prod", "std", "var", "std_mean", "var_mean"),
+        *("median", "nanmedian", "quantile", "logsumexp", "_foreach_max"),
+        *("max", "min", "amax", "amin", "aminmax", "argmax", "argmin"),
+        *("__matmul__", "__rmatmul__", "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner"),
+        *("addmm", "addmv", "addbmm", "baddbmm", "einsum", "tensordot", "linear", "bilinear"),
+        *("chain_matmul", "multi_dot", "svd", "svdvals", "qr"),
+    )
+    if hasattr(owner, name)
+}
 _SPLITS = {torch.chunk, torch.Tensor.chunk}  # how fully_shard starts to shard a parameter
 
 
@@ -99,6 +125,8 @@ class ChunkedTensor(Tensor):
                 "(its ignored_params), or make the split even (separate q/k/v projections and "
                 "heads divisible by the tp size)"
             )
+        if func in _WANTS_ALL:
+            cls._refuse(_WANTS_ALL[func], (*args, *(kwargs or {}).values()))
         with _PLAIN():
             result = func(*args, **(kwargs or {}))
             if func == _GRAD and type(result) is Tensor and result.grad_fn is None:
@@ -108,7 +136,31 @@ class ChunkedTensor(Tensor):
             return cls._like(result, next((a for a in args if isinstance(a, cls)), None))
         if func in _KEEP_SPECS:
             return [cls._like(*pair) for pair in zip(result, args[0], strict=True)]
+        if func in _TRANSPOSES and result.dim() == 2:
+            spec = args[0].spec
+            return cls.wrap(
+                result, ShardSpec(spec.global_shape[::-1], 1 - spec.dim, spec.layout, spec.rank)
+            )
         return result
+
+    @classmethod
+    def _refuse(cls, name: str, values: Any) -> None:
+        """Raise for the first of ``values``, or of lists among them, that is one of ours."""
+        for value in values:
+            if isinstance(value, (list, tuple)):
+                cls._refuse(name, value)
+            elif isinstance(value, cls):
+                fix = (
+                    "tpkernels.clip_grad_norm_(model, max_norm), which adds up the parts"
+                    if "norm" in name
+                    else "take the whole from tpkernels.full_state_dict(model); as an optimizer, "
+                    "use an element-wise one such as torch.optim.AdamW"
+                )
+                raise UnsupportedModuleError(
+                    f"this tensor is rank {value.spec.rank}'s part {tuple(value.shape)} of a "
+                    f"parameter of global shape {value.spec.global_shape}, and {name} would see "
+                    f"the part only. Fix: {fix} (or call .plain() where the part is what you mean)"
+                )
 
     @classmethod
     def _like(cls, result: Any, source: Any) -> Any:

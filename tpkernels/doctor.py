@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
+import os
 import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
 import tpkernels
-from tpkernels import native
+from tpkernels import envs, native
+from tpkernels.build.record import BUILD_COMMAND
+from tpkernels.cli import CommandParser
+from tpkernels.errors import ConfigError
 
-_OPTIONAL = {
-    "transformers": "Hugging Face models and the demo",
-    "safetensors": "loading the demo's weights",
-    "gguf": "the demo's SmolLM2",
+_INSTALL_TORCH = "pip install 'torch>=2.11'"
+_OPTIONAL = {  # package -> (what it is for, the command that gets it)
+    "transformers": ("Hugging Face models and the demo", "pip install 'transformers>=5'"),
+    "safetensors": ("loading the demo's weights", "pip install safetensors"),
+    "gguf": ("the demo's SmolLM2", "pip install 'gguf>=0.17'"),
 }
+_VARIABLES = {
+    "TPKERNELS_GEMM": envs.gemm,
+    "TPKERNELS_NATIVE": envs.native,
+    "TPKERNELS_OVERLAP": envs.overlap,
+    "TPKERNELS_CHECK": envs.check,
+    "TPKERNELS_TIMEOUT": envs.timeout,
+}
+_READ_BY_EVERY_OP = ("TPKERNELS_GEMM", "TPKERNELS_NATIVE")
 
 
 @dataclass(frozen=True)
@@ -34,17 +48,27 @@ class Finding:
 
 def main(argv: list[str]) -> int:
     """Print the report; always 0, since a missing part is a finding and not a failure."""
-    parser = argparse.ArgumentParser(prog="tpkernels doctor", description=__doc__)
+    parser = CommandParser(
+        prog="tpkernels doctor",
+        description="Show what is here, which implementation serves each op, and why the rest "
+        "is off.",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     options = parser.parse_args(argv)
-    findings = _machine() + _torch()
-    implementations, ops = _implementations()
+    refused = _refused_variables()
+    with _unset(refused):  # importing the ops reads them
+        findings = [*_machine(), *refused.values(), *_torch()]
+        implementations, ops = _implementations()
+        build_info = native.status().build_info
+    for variable in _READ_BY_EVERY_OP:
+        if ops and variable in refused:
+            ops = [("every op", "none", refused[variable].state)]
     if options.json:
         report = {
             "findings": [asdict(finding) for finding in findings],
             "implementations": implementations,
             "ops": [dict(zip(("op", "implementation", "reason"), op, strict=True)) for op in ops],
-            "build": native.status().build_info,
+            "build": build_info,
         }
         print(json.dumps(report, indent=2))
         return 0
@@ -72,6 +96,31 @@ def _print(
         print(f"  {op:<28} {implementation:<10} {reason}")
 
 
+def _refused_variables() -> dict[str, Finding]:
+    """The environment variables whose value raises when it is read, each with its fix."""
+    refused = {}
+    for variable, read in _VARIABLES.items():
+        try:
+            value = read()
+        except ConfigError as error:
+            state, _, fix = str(error).partition(". Fix: ")
+            refused[variable] = Finding("environment", state, fix)
+            continue
+        if variable == "TPKERNELS_OVERLAP" and value in envs.OVERLAP_STRATEGIES_LACKING:
+            state = f"{variable}={value}: this version has no {value} kernels"
+            refused[variable] = Finding("environment", state, f"unset {variable}")
+    return refused
+
+
+@contextmanager
+def _unset(variables: Iterable[str]) -> Iterator[None]:
+    values = {variable: os.environ.pop(variable) for variable in variables}
+    try:
+        yield
+    finally:
+        os.environ.update(values)
+
+
 def _machine() -> list[Finding]:
     findings = [
         Finding("tpkernels", tpkernels.__version__),
@@ -79,15 +128,15 @@ def _machine() -> list[Finding]:
     ]
     compiler = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
     if compiler is None:
-        install = "install g++ or clang++, then: tpkernels build"
+        install = f"install g++ or clang++, then: {BUILD_COMMAND}"
         findings.append(Finding("C++ compiler", "none: plain PyTorch serves all ops", install))
     else:
         findings.append(Finding("C++ compiler", _first_line([compiler, "--version"])))
     nvcc = shutil.which("nvcc")
     findings.append(Finding("nvcc", _last_line([nvcc, "--version"]) if nvcc else "none"))
-    for package, use in _OPTIONAL.items():
+    for package, (use, install) in _OPTIONAL.items():
         version = _version(package)
-        fix = None if version else "pip install 'tpkernels[demo]'"
+        fix = None if version else install
         findings.append(Finding(package, version or f"not installed: needed for {use}", fix))
     return findings
 
@@ -96,8 +145,8 @@ def _torch() -> list[Finding]:
     status = native.status()
     extension = Finding("extension", status.reason, status.fix)
     if importlib.util.find_spec("torch") is None:
-        fix = "pip install 'torch>=2.11'"
-        return [Finding("torch", "not installed: every tensor feature needs it", fix), extension]
+        missing = "not installed: every tensor feature needs it"
+        return [Finding("torch", missing, _INSTALL_TORCH), extension]
     import torch
     import torch.distributed as dist
 
@@ -112,9 +161,9 @@ def _torch() -> list[Finding]:
     ]
     findings.append(Finding("backends", ", ".join(backends) or "none"))
     if torch.version.cuda is None:
-        findings.append(
-            Finding("CUDA", "this torch is a CPU build", "install a CUDA build of torch")
-        )
+        # --force-reinstall: pip takes the CPU build of the same version for good enough
+        fix = f"pip install --force-reinstall torch (a CUDA build), then: {BUILD_COMMAND}"
+        findings.append(Finding("CUDA", "this torch is a CPU build", fix))
         return findings
     count = torch.cuda.device_count()
     if not count:
@@ -136,9 +185,9 @@ def _torch() -> list[Finding]:
 
 def _implementations() -> tuple[list[dict[str, Any]], list[tuple[str, str, str]]]:
     if importlib.util.find_spec("torch") is None:
-        return [], []
+        off = {"available": False, "reason": "needs torch", "fix": _INSTALL_TORCH}
+        return [{"name": name, **off} for name in envs.IMPLEMENTATIONS], []
     from tpkernels import modules  # noqa: F401 (defines every op)
-    from tpkernels.errors import ConfigError
     from tpkernels.ops import choice
 
     implementations = [asdict(status) for status in choice.implementations()]

@@ -3,8 +3,12 @@
 ======================  ===========================  ==========================================
 variable                values (default)             meaning
 ======================  ===========================  ==========================================
-``TPKERNELS_GEMM``      auto, reference, cpu (auto)  implementation that serves the local ops
-``TPKERNELS_OVERLAP``   auto, off, chunked (auto)    overlap strategy of GEMM and collective
+``TPKERNELS_GEMM``      auto, reference, cpu,        implementation that serves the local ops;
+                        onednn, triton, cuda,        this version lacks onednn, triton, cuda
+                        cublaslt (auto)              and cublaslt: asking for one raises
+``TPKERNELS_OVERLAP``   auto, off, chunked,          overlap strategy of GEMM and collective;
+                        signaled, fused (auto)       this version lacks signaled and fused:
+                                                     asking for one raises
 ``TPKERNELS_CHECK``     first, always, off (first)   when ranks compare their inputs
 ``TPKERNELS_TIMEOUT``   seconds > 0 (300)            time limit of a collective
 ``TPKERNELS_NATIVE``    1, 0 (1)                     0: do not load the compiled extension
@@ -20,6 +24,7 @@ from tpkernels.errors import ConfigError
 
 IMPLEMENTATIONS = ("reference", "cpu", "onednn", "triton", "cuda", "cublaslt")
 OVERLAP_STRATEGIES = ("off", "chunked", "signaled", "fused")
+OVERLAP_STRATEGIES_LACKING = ("signaled", "fused")  # known, and not in this version
 CHECK_MODES = ("first", "always", "off")
 
 

@@ -144,9 +144,12 @@ def check_dtypes(op: str, **tensors: Tensor | None) -> None:
                 f"{op}: {name} has dtype {tensor.dtype}; allowed: {allowed}. Fix: {name}.float()"
             )
         if tensor.dtype is not first.dtype:
+            fix = f"{name}.to({first.dtype})"
+            if first_name in ("x", "dy") and name.startswith("w"):  # the input is what to cast
+                fix = f"{first_name}.to({tensor.dtype}), module.to({first.dtype}),"
             raise ConfigError(
                 f"{op}: {name} is {tensor.dtype} but {first_name} is {first.dtype}; all tensors "
-                f"need one dtype. Fix: {name}.to({first.dtype}) or run under torch.autocast"
+                f"need one dtype. Fix: {fix} or run under torch.autocast"
             )
         if tensor.device != first.device:
             raise ConfigError(

@@ -19,7 +19,7 @@ from tpkernels import envs
 from tpkernels.build import record
 from tpkernels.build.sources import PACKAGE, is_checkout, source_root, sources_hash
 from tpkernels.build.torch_install import find_torch
-from tpkernels.errors import TPKernelsWarning
+from tpkernels.errors import ConfigError, TPKernelsWarning
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,16 @@ def status() -> NativeStatus:
 
 
 def warn_if_missing() -> None:
-    """Warn as :func:`load` would, without importing torch or the extension."""
-    if envs.native():
+    """Warn as :func:`load` would, without importing torch or the extension.
+
+    A wrong ``TPKERNELS_NATIVE`` is warned about here and raises in :func:`load`.
+    """
+    try:
+        wanted = envs.native()
+    except ConfigError as error:
+        _warn(str(error))
+        return
+    if wanted:
         _warn_about(_refusal())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from tpkernels.checkpoint import _GROUP, group_of
 from tpkernels.chunked_tensor import ChunkedTensor
 from tpkernels.comm.agreement import InputCheck, check_agreement
 from tpkernels.comm.group import Group, GroupLike, resolve_group
-from tpkernels.errors import ConfigError, UnsupportedModuleError
+from tpkernels.errors import ConfigError, ShardedSaveError, UnsupportedModuleError
 from tpkernels.huggingface import restore_save_pretrained, wrap_save_pretrained
 from tpkernels.modules import (
     TPMLP,
@@ -69,7 +70,7 @@ def parallelize(
         AgreementError: ranks hold different weights.
     """
     group = resolve_group(mesh)
-    _check_arguments(model, plan, sequence_parallel)
+    _check_arguments(model, plan, sequence_parallel, strict)
     choice.resolve("cpu")  # an implementation that was asked for and cannot serve raises here
     if plan == "auto":
         recognition = recognise(model)
@@ -111,12 +112,17 @@ def _apply(model: nn.Module, todo: list[Replacement], group: Group) -> None:
         raise
 
 
-def _check_arguments(model: nn.Module, plan: Any, sequence_parallel: bool) -> None:
+def _check_arguments(model: nn.Module, plan: Any, sequence_parallel: bool, strict: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be an nn.Module, got {type(model).__name__}")
     if sequence_parallel:
         raise ConfigError(
             "sequence_parallel=True is not part of this version. Fix: sequence_parallel=False"
+        )
+    if not isinstance(strict, bool):
+        raise ConfigError(
+            f"strict={strict!r} is not known; allowed: True, False. Fix: strict=False keeps what "
+            "cannot be split"
         )
     if plan != "auto" and not isinstance(plan, Mapping):
         raise ConfigError(f"plan must be 'auto' or a dict of path -> style, got {plan!r}")
@@ -165,9 +171,11 @@ def _auto_plan(
         )
     if not todo and strict:
         linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+        reasons = "".join(f"\n{k.path or 'model'}: {k.reason}" for k in recognition.kept[:3])
         raise UnsupportedModuleError(
             f"parallelize found no structure it knows in {type(model).__name__} "
-            f"({len(linears)} linear layers{': ' + ', '.join(linears[:3]) if linears else ''}). "
+            f"({len(linears)} linear layers{': ' + ', '.join(linears[:3]) if linears else ''})"
+            f"{':' + reasons + chr(10) if reasons else '. '}"
             "Fix: give plan={path: tpkernels.ColumnParallelLinear, ...}, or strict=False to keep it"
         )
     return todo, kept
@@ -207,14 +215,32 @@ def _check_inputs_at_root(model: nn.Module, group: Group) -> None:
             check = getattr(module.__dict__.get("_tp", module), "check", None)
             if isinstance(check, InputCheck):
                 check.enabled = False
-    root_check = InputCheck()
+    model.__dict__[_HOOK] = model.register_forward_pre_hook(_RootCheck(group), with_kwargs=True)
 
-    def check_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+
+class _RootCheck:
+    """The hook that checks a model's inputs; a split model cannot be pickled, and this says so."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.check = group, InputCheck()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
         tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-        root_check(tensors, group, type(module).__name__)
+        self.check(tensors, self.group, type(module).__name__)
 
-    model.__dict__[_HOOK] = model.register_forward_pre_hook(check_inputs, with_kwargs=True)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RootCheck:
+        copied = _RootCheck(self.group)
+        copied.check = copy.deepcopy(self.check, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardedSaveError(
+            f"a tensor-parallel model holds rank {self.group.rank}'s parts of its parameters and "
+            "cannot be pickled. Fix: torch.save(tpkernels.full_state_dict(model), path), save "
+            "every rank's part with torch.distributed.checkpoint.save(model.state_dict(), ...), "
+            "or tpkernels.unparallelize(model) first"
+        )
 
 
 def unparallelize(model: nn.Module) -> None:
@@ -224,9 +250,11 @@ def unparallelize(model: nn.Module) -> None:
     is not split.
 
     Raises:
-        ConfigError: the model was wrapped (``fully_shard``) after it was split, or holds modules
-            that were built parallel.
+        ConfigError: not a model; it was wrapped (``fully_shard``) after it was split, or holds
+            modules that were built parallel.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be an nn.Module, got {type(model).__name__}")
     group = group_of(model)
     if group is None:
         return

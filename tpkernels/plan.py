@@ -39,10 +39,22 @@ def replacements_from_plan(
     other ``ParallelStyle`` is applied as PyTorch would.
 
     Raises:
-        ConfigError: a path that matches nothing, or a style that is none.
+        ConfigError: an empty plan, a path that matches nothing, or a style that is none.
         UnsupportedModuleError: a class whose structure is not recognised at the path.
     """
     names = dict(model.named_modules())
+    example = next(iter(list(names)[1:]), "")
+    if not plan:
+        raise ConfigError(
+            f"plan={plan!r} splits nothing. Fix: name at least one module, such as "
+            f"plan={{{example!r}: tpkernels.ColumnParallelLinear}}, or give plan='auto'"
+        )
+    for pattern in plan:
+        if not isinstance(pattern, str):
+            raise ConfigError(
+                f"plan: the key {pattern!r} must be a str, a module path. Fix: use a name of "
+                f"model.named_modules(), such as {example!r}"
+            )
     found: dict[str, Found] | None = None
     result = []
     for pattern, style in plan.items():
@@ -50,7 +62,7 @@ def replacements_from_plan(
         if not matches:
             raise ConfigError(
                 f"plan: {pattern!r} matches no module of {type(model).__name__}. Fix: use a name "
-                f"of model.named_modules(), such as {next(iter(list(names)[1:]), '')!r}"
+                f"of model.named_modules(), such as {example!r}"
             )
         for name in matches:
             if isinstance(style, type) and style in _RECOGNISED:

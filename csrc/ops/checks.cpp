@@ -78,6 +78,15 @@ void check_same_dtype(const char* op, const char* name, const at::Tensor& tensor
           ") or run under torch.autocast");
 }
 
+void check_weight_dtype(const char* op, const char* name, const at::Tensor& weight,
+                        const char* input_name, const at::Tensor& input) {
+  const std::string given = torch_name(input.scalar_type());
+  const std::string wanted = torch_name(weight.scalar_type());
+  require(weight.scalar_type() == input.scalar_type(), op, ": ", name, " is ", wanted, " but ",
+          input_name, " is ", given, "; all tensors need one dtype. Fix: ", input_name, ".to(",
+          wanted, "), module.to(", given, "), or run under torch.autocast");
+}
+
 void check_same_shape(const char* op, const char* name, const at::Tensor& tensor,
                       const char* other_name, const at::Tensor& other) {
   require(tensor.sizes() == other.sizes(), op, ": ", name, " must have the shape of ", other_name,
@@ -94,7 +103,7 @@ void check_gemm(const char* op, const at::Tensor& x, const char* weight_name,
           ": x must be [..., K] with K=", weight.size(1), " as ", weight_name, " ",
           shape_of(weight), " [N, K] says, got ", shape_of(x),
           ". A weight kept as [K, N] is passed as its .t()");
-  check_same_dtype(op, weight_name, weight, "x", x);
+  check_weight_dtype(op, weight_name, weight, "x", x);
   if (!bias) return;
   require(bias->dim() == 1 && bias->size(0) == weight.size(0), op, ": ", bias_name,
           " must be [N] with N=", weight.size(0), ", got ", shape_of(*bias));
@@ -111,7 +120,7 @@ void check_gemm_backward(const char* op, const at::Tensor& dy, const at::Tensor&
               pre.sizes().slice(0, pre.dim() - 1) == dy.sizes().slice(0, dy.dim() - 1),
           op, ": ", pre_name, " must have dy's leading dimensions ", shape_of(dy),
           " and weight's N=", weight.size(1), ", got ", shape_of(pre));
-  check_same_dtype(op, "weight", weight, "dy", dy);
+  check_weight_dtype(op, "weight", weight, "dy", dy);
   check_same_dtype(op, pre_name, pre, "dy", dy);
 }
 

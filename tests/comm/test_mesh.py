@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
+import warnings
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tpkernels import init_mesh
@@ -36,7 +40,8 @@ def test_the_axis_that_is_none_is_filled(given, world, expected):
 @pytest.mark.parametrize(
     ("given", "world", "message"),
     [
-        ({"tp": 3}, 8, r"tp=3 needs a multiple of 3 ranks, but the world has 8.*--nproc 3"),
+        ({"tp": 3}, 8, r"tp=3 needs a multiple of 3 ranks, but the world has 8.*start 3 ranks"),
+        ({"tp": 3}, 8, r"\(torchrun --nproc-per-node 3\) or choose sizes whose product divides 8"),
         ({"tp": 16}, 8, r"tp=16 needs a multiple of 16 ranks"),
         ({"dp_shard": 2, "tp": 2}, 8, r"dp_shard=2 x tp=2 needs 4 ranks.*has 8.*product is 8"),
         ({"dp_shard": 1}, 2, r"all axes 1 needs 1 ranks, but the world has 2"),
@@ -90,6 +95,60 @@ def test_a_world_that_does_not_fit_raises_on_every_rank(pool):
     with pytest.raises(RankError, match="tp=3 needs a multiple of 3 ranks") as caught:
         pool.run(bad_mesh)
     assert len(caught.value.failures) == 4
+
+
+@pytest.mark.parametrize(
+    ("device_type", "message"),
+    [
+        ("cudaa", r"device_type='cudaa' is not known; allowed: 'cuda', 'cpu'\. Fix: "),
+        (3, r"device_type=3 is not known"),
+        ("cuda", r"device_type='cuda', but torch .* finds no CUDA device\. Fix: device_type='cpu'"),
+    ],
+)
+def test_a_device_type_that_cannot_be_had(monkeypatch, device_type, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        init_mesh(device_type=device_type)
+    assert not dist.is_initialized()
+
+
+def limits_of(**sizes):
+    """The time limit in seconds of each dimension's group, in a world that the caller started."""
+    mesh = init_mesh(**sizes, device_type="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # flattened dimensions by name
+        groups = [mesh[name].get_group() for name in (*AXES, "dp", "dp_shard_cp")]
+    return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
+
+
+def limited_mesh(group):
+    before = limits_of(dp_shard=2, tp=2)
+    os.environ["TPKERNELS_TIMEOUT"] = "2"
+    try:
+        mesh = init_mesh(dp_shard=2, tp=2, device_type="cpu")
+        limits = limits_of(dp_shard=2, tp=2)
+    finally:
+        del os.environ["TPKERNELS_TIMEOUT"]
+    dist.barrier(group)
+    start = time.monotonic()
+    if group.rank() % 2 == 0:  # the other rank of each pair is late
+        try:
+            dist.all_reduce(torch.ones(1), group=mesh["tp"].get_group())
+        except RuntimeError:
+            waited = time.monotonic() - start
+        else:
+            raise AssertionError("nobody came, and it did not raise")
+    else:
+        waited = 2.0
+    dist.barrier(group)
+    return before, limits, waited
+
+
+def test_the_time_limit_holds_in_a_world_that_was_started_before(pool):
+    for before, limits, waited in pool.run(limited_mesh):
+        assert min(before) > 60
+        assert limits == [2.0] * 7
+        assert 1.5 < waited < 20
 
 
 def test_a_plain_python_is_a_world_of_one():

@@ -72,6 +72,15 @@ def test_a_json_file_in_no_directory(capsys, tmp_path):
     assert "its directory is not there" in refused(capsys, "--json", str(tmp_path / "no" / "x"))
 
 
+def test_a_json_file_that_is_a_directory(capsys, tmp_path):
+    line = refused(capsys, "--json", str(tmp_path))
+    assert f"it is a directory. Fix: --json {tmp_path / 'results.json'}" in line
+
+
+def test_every_option_has_a_help_text():
+    assert all(action.help for action in run._parser()._actions)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused only where there is no GPU")
 def test_cuda_without_a_gpu(capsys):
     assert "Fix: --device cpu" in refused(capsys, "--device", "cuda")

@@ -199,7 +199,15 @@ def test_heads_that_share_nothing_evenly():
 
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
-    [((10, 3), {}, "hidden_size=10"), ((12, 3), {"dropout": -0.1}, "dropout=-0.1")],
+    [
+        ((10, 3), {}, "hidden_size=10"),
+        ((12, 3), {"dropout": -0.1}, "dropout=-0.1"),
+        ((8, 4, 0), {}, "num_kv_heads=0 must be at least 1. Fix: None"),
+        ((8, 0), {}, "num_heads=0 must be at least 1"),
+        (("8", 4), {}, r"TPAttention: hidden_size='8' must be a whole number \(int\)"),
+        ((8, 4.0), {}, r"num_heads=4\.0 must be a whole number"),
+        ((12, 4), {"rope_theta": 1e4}, r"head_dim=3 is odd, but rope_theta=10000\.0.*Fix: "),
+    ],
 )
 def test_wrong_arguments(arguments, options, message):
     with pytest.raises(ConfigError, match=message):

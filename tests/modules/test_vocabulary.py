@@ -133,6 +133,32 @@ def loss_task(group, vocabulary, dtype):
     return torch.cat(results)
 
 
+def any_split_task(group, sizes):
+    """Without vocab_size the parts may be of any size, none included; also under torch.compile."""
+    torch.manual_seed(0)
+    logits = torch.randn(5, sum(sizes), dtype=torch.float64)
+    target = torch.tensor([0, sum(sizes) - 1, sizes[0] - 1, 2, 1])
+    truth, truth_grad = dense_loss(logits[None], torch.float64, target, torch.ones(()), {})
+    compiled = torch.compile(vocab_parallel_cross_entropy, backend="aot_eager")
+    for function in (vocab_parallel_cross_entropy, compiled):
+        ours = logits.split(sizes, 1)[group.rank()].clone().requires_grad_()
+        loss = function(ours, target, group=group)
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), truth, **TIGHT)
+        expected = truth_grad[0].split(sizes, 1)[group.rank()]
+        torch.testing.assert_close(ours.grad, expected, **TIGHT)
+    if group.size() > 1:
+        torch._dynamo.reset()
+        whole = torch.compile(vocab_parallel_cross_entropy, backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="Fix: pass vocab_size"):
+            whole(ours, target, group=group)
+
+
+@pytest.mark.parametrize("sizes", [(7,), (6, 5), (2, 9), (3, 0, 4), (1, 2, 8)], ids=str)
+def test_cross_entropy_without_vocab_size(pool, sizes):
+    pool.run(any_split_task, sizes, world_size=len(sizes))
+
+
 def dense_loss(logits, dtype, target, weight, options):
     whole = logits.to(dtype).clone().requires_grad_()
     flat = F.cross_entropy(whole.flatten(0, 1), target.flatten(), **options)
@@ -175,9 +201,11 @@ def wire_task(group):
     """Per token one maximum and three sums, whatever the vocabulary; backward sends nothing."""
     logits = torch.randn(6, 500, requires_grad=True)
     target = torch.randint(1000, (6,))
-    with count_collectives() as counts:
-        loss = vocab_parallel_cross_entropy(logits, target, group=group)
-    assert (counts["all_reduce"].calls, counts["all_reduce"].bytes) == (2, 6 * 4 * 4)
+    for vocab_size, gathers in ((1000, 0), (None, 1)):
+        with count_collectives() as counts:
+            loss = vocab_parallel_cross_entropy(logits, target, group=group, vocab_size=vocab_size)
+        assert (counts["all_reduce"].calls, counts["all_reduce"].bytes) == (2, 6 * 4 * 4)
+        assert counts.total.calls == 2 + gathers
     with count_collectives() as counts:
         loss.backward()
     assert counts.total.calls == 0

@@ -37,6 +37,18 @@ def test_dtypes_that_differ(op):
             op.run(given, "gelu")
 
 
+@FORWARD
+def test_an_input_of_another_dtype_is_to_be_cast(op):
+    tensors = op.integers((2,), 3, 4)
+    tensors[0] = tensors[0].double()
+    message = (
+        rf"{op}\w*: (weight|w_gate) is torch\.float32 but x is torch\.float64; .*"
+        r"Fix: x\.to\(torch\.float32\), module\.to\(torch\.float64\), or run under torch\.autocast"
+    )
+    with pytest.raises(ConfigError, match=message):
+        op.run(tensors, "gelu")
+
+
 @by_name
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float8_e4m3fn], ids=str)
 def test_dtypes_without_kernels(op, dtype):

@@ -15,7 +15,10 @@ from tpkernels.errors import ConfigError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Build if sources, torch or flags have changed; 0 when the extension is there."""
-    parser = argparse.ArgumentParser(prog="tpkernels build", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="tpkernels build",
+        description="Compile the native extension in place, for the torch that is installed.",
+    )
     parser.add_argument("--force", action="store_true", help="install anew even if up to date")
     parser.add_argument(
         "--optional",

@@ -35,20 +35,45 @@ def init_mesh(
             is filled with what the world size leaves (by default ``dp_shard``).
         device_type: ``"cuda"`` or ``"cpu"``; default: cuda if a GPU is there.
 
-    Collective over all ranks. The time limit of its collectives is ``TPKERNELS_TIMEOUT``.
+    Collective over all ranks. The time limit of its collectives is ``TPKERNELS_TIMEOUT``; where it
+    is not set, a process group that the caller started keeps its own.
 
     Raises:
-        ConfigError: sizes that do not multiply to the world size, naming what would.
+        ConfigError: sizes that do not multiply to the world size, naming what would; a device type
+            that cannot be had.
     """
-    if device_type is None:
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    _start_process_group(device_type)
+    device_type = _checked_device_type(device_type)
+    limited = not dist.is_initialized() or bool(os.environ.get("TPKERNELS_TIMEOUT"))
+    timeout = datetime.timedelta(seconds=envs.timeout())
+    _start_process_group(device_type, timeout)
     given = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
     sizes = _fill(given, dist.get_world_size())
     mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
-    mesh["dp_replicate", "dp_shard"]._flatten("dp")
-    mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    flattened = [
+        mesh["dp_replicate", "dp_shard"]._flatten("dp"),
+        mesh["dp_shard", "cp"]._flatten("dp_shard_cp"),
+    ]
+    if limited:
+        for group in (*mesh.get_all_groups(), *(each.get_group() for each in flattened)):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
     return mesh
+
+
+def _checked_device_type(device_type: str | None) -> str:
+    has_cuda = torch.cuda.is_available()
+    if device_type is None:
+        return "cuda" if has_cuda else "cpu"
+    if device_type not in ("cuda", "cpu"):
+        raise ConfigError(
+            f"device_type={device_type!r} is not known; allowed: 'cuda', 'cpu'. Fix: leave it out "
+            "to take cuda if a GPU is there"
+        )
+    if device_type == "cuda" and not has_cuda:
+        raise ConfigError(
+            f"device_type='cuda', but torch {torch.__version__} finds no CUDA device. Fix: "
+            "device_type='cpu', or install a torch with CUDA on a machine with a GPU"
+        )
+    return device_type
 
 
 def _fill(given: dict[str, int | None], world: int) -> dict[str, int]:
@@ -68,16 +93,15 @@ def _fill(given: dict[str, int | None], world: int) -> dict[str, int]:
     if (missing and world % product) or (not missing and product != world):
         raise ConfigError(
             f"{shown} needs {'a multiple of ' if missing else ''}{product} ranks, but the world "
-            f"has {world}. Fix: start with --nproc {product} or choose sizes whose product "
-            f"{'divides' if missing else 'is'} {world}"
+            f"has {world}. Fix: start {product} ranks (torchrun --nproc-per-node {product}) or "
+            f"choose sizes whose product {'divides' if missing else 'is'} {world}"
         )
     return {axis: world // product if size is None else size for axis, size in given.items()}
 
 
-def _start_process_group(device_type: str) -> None:
+def _start_process_group(device_type: str, timeout: datetime.timedelta) -> None:
     if dist.is_initialized():
         return
-    timeout = datetime.timedelta(seconds=envs.timeout())
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = None
     if device_type == "cuda":

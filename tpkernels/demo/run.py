@@ -52,8 +52,18 @@ def _parser() -> argparse.ArgumentParser:
         default="all",
         help="all (the default) leaves out, saying so, a model that is not there",
     )
-    parser.add_argument("--dtype", choices=_DTYPES, default="float32")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        default="float32",
+        help="what weights and activations are held in (default: float32)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where the ranks run; cuda needs a GPU for each (default: cpu)",
+    )
     parser.add_argument(
         "--batch",
         type=positive,
@@ -88,6 +98,9 @@ def _check(options: argparse.Namespace) -> None:
                 f"--nproc {options.nproc}: each rank needs a GPU, and there are {gpus}. "
                 f"Fix: --nproc {gpus}, or --device cpu"
             )
+    if options.json is not None and options.json.is_dir():
+        fix = f"--json {options.json / 'results.json'}"
+        raise ConfigError(f"--json {options.json}: it is a directory. Fix: {fix}")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise ConfigError(f"--json {options.json}: its directory is not there. Fix: create it")
 

@@ -110,8 +110,15 @@ class TPAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _check_counts(
+            "TPAttention",
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )
         if head_dim is None:
-            if num_heads < 1 or hidden_size % num_heads:
+            if hidden_size % num_heads:
                 raise ConfigError(
                     f"hidden_size={hidden_size} is not a multiple of num_heads={num_heads}. "
                     "Fix: give head_dim"
@@ -119,9 +126,18 @@ class TPAttention(nn.Module):
             head_dim = hidden_size // num_heads
         if not 0.0 <= dropout < 1.0:
             raise ConfigError(f"dropout={dropout!r} must be at least 0 and less than 1")
+        if rope_theta is not None and head_dim % 2:
+            raise ConfigError(
+                f"head_dim={head_dim} is odd, but rope_theta={rope_theta!r} rotates pairs of "
+                "features. Fix: an even head_dim, or rope_theta=None"
+            )
         group = resolve_group(group)
         partition = HeadPartition.of(
-            num_heads, num_kv_heads or num_heads, head_dim, group.size, "TPAttention"
+            num_heads,
+            num_heads if num_kv_heads is None else num_kv_heads,
+            head_dim,
+            group.size,
+            "TPAttention",
         )
         self._tp = AttentionSplit(
             group,
@@ -180,7 +196,9 @@ class TPAttention(nn.Module):
         ``context``, ``position_ids`` and ``cache`` what this class does; False refuses them.
         """
         group = resolve_group(group)
-        heads = HeadPartition.of(num_heads, num_kv_heads or num_heads, head_dim, group.size, name)
+        _check_counts(name, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        heads = HeadPartition.of(num_heads, kv_heads, head_dim, group.size, name)
         q_width, kv_width = num_heads * head_dim, heads.num_kv_heads * head_dim
         widths = {q: q_width, k: kv_width, v: kv_width}
         if qkv is not None:
@@ -322,6 +340,15 @@ class TPAttention(nn.Module):
         tp = self._tp
         causal = ", causal" if tp.causal else ""
         return f"{tp.heads.describe()}{causal}, rank {tp.group.rank} of {tp.group.size}"
+
+
+def _check_counts(name: str, **counts: int | None) -> None:
+    for key, count in counts.items():
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
+            raise ConfigError(f"{name}: {key}={count!r} must be a whole number (int), at least 1")
+        if count is not None and count < 1:
+            default = ". Fix: None for the default" if key in ("num_kv_heads", "head_dim") else ""
+            raise ConfigError(f"{name}: {key}={count} must be at least 1{default}")
 
 
 class _AsReplaced(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tpkernels.comm.collectives import all_reduce, all_reduce_max
+from tpkernels.comm.collectives import all_gather_bytes, all_reduce, all_reduce_max
 from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.errors import ConfigError
 from tpkernels.library import define, rows
@@ -122,7 +122,9 @@ def vocab_parallel_cross_entropy(
         logits: this rank's part, floating point.
         target: integer class ids [...], the same on all ranks.
         vocab_size: V of the whole, split as ``torch.chunk`` does (V need not divide by the
-            ranks); None: every rank holds as much as this one.
+            ranks). None: the ranks tell each other how many columns they hold, in any split, by
+            one small collective more, which the host waits for; torch.compile breaks its graph
+            there, so ``fullgraph=True`` needs ``vocab_size``.
         ignore_index, label_smoothing, reduction: as for ``F.cross_entropy``
             (``"mean"`` over the tokens that count, ``"sum"``, ``"none"``).
 
@@ -134,8 +136,8 @@ def vocab_parallel_cross_entropy(
         IndexError: a target outside the vocabulary (CPU; a device-side assertion on CUDA).
     """
     group = resolve_group(group)
-    start, total = _place(logits, vocab_size, group)
     _check(logits, target, label_smoothing, reduction)
+    start, total = _place(logits, vocab_size, group)
     flat_target = target.reshape(-1)
     counts = flat_target != ignore_index
     outside = counts & ((flat_target < 0) | (flat_target >= total))
@@ -153,10 +155,10 @@ def vocab_parallel_cross_entropy(
 
 
 def _place(logits: Tensor, vocab_size: int | None, group: Group) -> tuple[int, int]:
-    if logits.dim() < 1 or not logits.is_floating_point():
-        raise ConfigError(f"logits must be floating point [..., V_r], got {logits.dtype}")
     if vocab_size is None:
-        return group.rank * logits.shape[-1], group.size * logits.shape[-1]
+        columns = logits.shape[-1]
+        held = [columns] if group.size == 1 else _gathered(columns, logits.device, group.name)
+        return sum(held[: group.rank]), sum(held)
     sizes = chunk_sizes(vocab_size, group.size)
     if sizes[group.rank] != logits.shape[-1]:
         raise ConfigError(
@@ -166,7 +168,18 @@ def _place(logits: Tensor, vocab_size: int | None, group: Group) -> tuple[int, i
     return sum(sizes[: group.rank]), vocab_size
 
 
+@torch.compiler.disable(
+    reason="vocab_parallel_cross_entropy without vocab_size asks the ranks how many columns they "
+    "hold. Fix: pass vocab_size"
+)
+def _gathered(columns: int, device: torch.device, group_name: str) -> list[int]:
+    """How many columns each rank holds."""
+    return all_gather_bytes(torch.tensor([columns], device=device), group_name).flatten().tolist()
+
+
 def _check(logits: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:
+    if logits.dim() < 1 or not logits.is_floating_point():
+        raise ConfigError(f"logits must be floating point [..., V_r], got {logits.dtype}")
     if target.shape != logits.shape[:-1] or target.is_floating_point():
         raise ConfigError(
             f"target must be integer ids of shape {tuple(logits.shape[:-1])}, got "

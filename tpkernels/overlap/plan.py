@@ -63,7 +63,7 @@ def plan_gemm_all_reduce(
         ConfigError: ``TPKERNELS_OVERLAP`` asks for a strategy that this version lacks.
     """
     asked = envs.overlap()
-    if asked in ("signaled", "fused"):
+    if asked in envs.OVERLAP_STRATEGIES_LACKING:
         raise ConfigError(
             f"TPKERNELS_OVERLAP={asked} was asked for, but this version has no {asked} kernels; "
             "allowed: auto, off, chunked. Fix: unset TPKERNELS_OVERLAP"
