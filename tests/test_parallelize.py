@@ -17,6 +17,7 @@ from tests.models.zoo import build, llama, outputs
 from tpkernels.errors import ConfigError, ShardedSaveError, UnsupportedModuleError
 from tpkernels.modules import TPMLP, ColumnParallelLinear
 from tpkernels.parallelize import parallelize, unparallelize
+from tpkernels.testing import RankError
 
 
 def state_of(model):
@@ -353,3 +354,21 @@ def assert_unchanged_but(model, state, attribute):
 
 def test_a_part_of_a_model(pool):
     pool.run(part_task, world_size=2)
+
+
+def asks_for_what_is_not_there(group):
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    weight = model[0].weight
+    try:
+        parallelize(model, group)
+    finally:
+        assert type(model) is nn.Sequential and model[0].weight is weight
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("TPKERNELS_OVERLAP", "fused"), ("TPKERNELS_GEMM", "triton")]
+)
+def test_what_was_asked_for_and_cannot_serve_raises_before_anything_changes(pool, variable, value):
+    with pytest.raises(RankError, match=rf"{variable}={value} was asked for") as caught:
+        pool.run(asks_for_what_is_not_there, world_size=2, env={variable: value})
+    assert all(each.type_name.endswith("ConfigError") for each in caught.value.failures)

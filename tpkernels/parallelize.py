@@ -71,7 +71,9 @@ def parallelize(
     """
     group = resolve_group(mesh)
     _check_arguments(model, plan, sequence_parallel, strict)
-    choice.resolve("cpu")  # an implementation that was asked for and cannot serve raises here
+    # What was asked for and cannot serve raises here, before anything has changed.
+    choice.apply()
+    implementation = _implementation(_device_type(model), group)
     if plan == "auto":
         recognition = recognise(model)
         todo, kept = _auto_plan(model, recognition, group, strict)
@@ -79,7 +81,6 @@ def parallelize(
         todo, kept = replacements_from_plan(model, plan, group), []  # type: ignore[arg-type]
     _check_weights(model, group)
     report = ParallelReport(group.size, group.rank, dense_bytes=_parameter_bytes(model))
-    device_type = _device_type(model)
     _apply(model, todo, group)
     for replacement in todo:
         report.modules.append(
@@ -87,7 +88,7 @@ def parallelize(
                 replacement.name,
                 replacement.kind,
                 replacement.action,
-                _implementation(device_type, group),
+                implementation,
                 replacement.detail,
             )
         )

@@ -90,7 +90,7 @@ def resolve(device_type: str) -> tuple[str, str]:
     asked = envs.gemm()
     if asked == "reference":
         return "reference", "TPKERNELS_GEMM=reference"
-    if device_type == "cpu" and _registered:
+    if device_type == "cpu" and _registered and asked in ("auto", "cpu"):
         return "cpu", "compiled kernels" if asked == "auto" else "TPKERNELS_GEMM=cpu"
     if asked == "auto":
         if device_type == "cpu":
