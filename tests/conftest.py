@@ -9,6 +9,10 @@ import hypothesis
 import pytest
 import torch
 
+# Before anything imports a Triton kernel: without a GPU they run in Triton's interpreter, on CPU.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tpkernels.testing import RankPool
 
 hypothesis.settings.register_profile("local", deadline=None)

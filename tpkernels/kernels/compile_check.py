@@ -1,0 +1,183 @@
+"""Compile the tuned tile configurations for given GPUs, none of which need be here.
+
+    python -m tpkernels.kernels.compile_check [--all] [--json] [sm_80 sm_90 ...]
+
+Prints what each kernel takes, and exits with 1 if one spills registers or exceeds shared memory.
+"""
+
+# M = N = K: any size does, divisible by 16 as those of real models are
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import chain
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from tpkernels.kernels import available
+from tpkernels.kernels.config import GemmConfig, configs
+from tpkernels.reference import ACTIVATIONS
+
+SIZE = 4096
+# Bytes of shared memory a block may take (CUDA C++ Programming Guide, compute capabilities).
+SHARED_LIMIT = {
+    (8, 0): 163 << 10,
+    (8, 6): 99 << 10,
+    (8, 9): 99 << 10,
+    (9, 0): 227 << 10,
+    (10, 0): 227 << 10,
+    (12, 0): 99 << 10,
+}
+# The most that each kernel can be asked for: biases, second outputs, the erf of "gelu".
+FULLEST = ("gemm_act", "gemm_act_aux", "gemm_dact_dbias", "gemm_glu_aux", "gemm_dglu")
+REST = ("gemm_signaled", "gemm_dact", "gemm_glu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel to compile; ``weight`` is the order of its weight's strides, NK or KN."""
+
+    capability: tuple[int, int]
+    op: str
+    dtype: torch.dtype
+    config: GemmConfig
+    act: str = "gelu"
+    weight: str = "NK"
+
+
+def cases(capability: tuple[int, int], everything: bool = False) -> Iterator[Case]:
+    """The cases for a GPU: each tuned configuration in its fullest form, or in every form."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for op in FULLEST:
+            for config in configs(op, dtype, capability):
+                yield Case(capability, op, dtype, config)
+    yield Case(
+        capability,
+        "gemm_signaled",
+        torch.bfloat16,
+        configs("gemm_signaled", torch.bfloat16, capability)[0],
+    )
+    if not everything:
+        return
+    for op in (*FULLEST, *REST):
+        for config in configs(op, torch.float16, capability):
+            for weight in ("NK", "KN"):
+                yield Case(capability, op, torch.float16, config, weight=weight)
+        for config in configs(op, torch.bfloat16, capability):
+            for act in ACTIVATIONS if op != "gemm_signaled" else ("none",):
+                yield Case(capability, op, torch.bfloat16, config, act)
+        if capability >= (9, 0):  # operands that the copy engine cannot read
+            for config in configs(op, torch.bfloat16, available.OLDEST_CAPABILITY):
+                yield Case(capability, op, torch.bfloat16, config)
+
+
+def compile_case(case: Case) -> list[dict[str, Any]]:
+    """Compile one case by the very launcher that serves it: a row a kernel."""
+    from tpkernels.kernels.ahead_of_time import compiling_for
+
+    # The last of float32 is the one for products that PyTorch's setting keeps in float32.
+    ieee = (
+        case.dtype is torch.float32
+        and case.config == configs(case.op, case.dtype, case.capability)[-1]
+    )
+    torch.backends.cuda.matmul.fp32_precision = "ieee" if ieee else "tf32"
+    with compiling_for(case.capability) as compiled:
+        launch(case)
+    common = {
+        "architecture": "sm_{}{}".format(*case.capability),
+        "op": case.op,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "act": case.act,
+        "weight": case.weight,
+        "config": str(case.config),
+        "precision": "tf32" if case.dtype is torch.float32 and not ieee else "ieee",
+        "shared_limit": SHARED_LIMIT[case.capability],
+    }
+    return [{**common, **asdict(kernel)} for kernel in compiled]
+
+
+def launch(case: Case) -> None:
+    """Call the launcher of a case's op on uninitialised memory."""
+    from tpkernels.kernels.gemm_act import gemm_act, gemm_signaled
+    from tpkernels.kernels.gemm_dact import gemm_dact
+    from tpkernels.kernels.gemm_dglu import gemm_dglu
+    from tpkernels.kernels.gemm_glu import gemm_glu
+    from tpkernels.kernels.tile_counters import TileCounters
+
+    act, config = case.act, case.config
+    x = torch.empty(SIZE, SIZE, dtype=case.dtype)
+    bias = torch.empty(SIZE, dtype=case.dtype)
+    weight = x.t() if case.weight == "KN" else x
+    match case.op:
+        case "gemm_act" | "gemm_act_aux":
+            gemm_act(x, weight, bias, act, aux=case.op == "gemm_act_aux", config=config)
+        case "gemm_signaled":
+            counters = TileCounters(x.device)
+            expected = gemm_signaled(x, weight, x, counters, SIZE // 4, config=config)
+            counters.wait(0, expected[0])
+        case "gemm_dact" | "gemm_dact_dbias":
+            gemm_dact(x, weight, x, act, dbias=case.op == "gemm_dact_dbias", config=config)
+        case "gemm_glu" | "gemm_glu_aux":
+            aux = case.op == "gemm_glu_aux"
+            gemm_glu(x, weight, weight, bias, bias, act, aux=aux, config=config)
+        case "gemm_dglu":
+            gemm_dglu(x, weight, x, x, act, config=config)
+
+
+def _capability(text: str) -> tuple[int, int]:
+    known = {"sm_{}{}".format(*capability): capability for capability in SHARED_LIMIT}
+    if text not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} is not known; allowed: {', '.join(known)}")
+    return known[text]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile, print a row a kernel as it is done, and return 0 if none is unfit."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tpkernels.kernels.compile_check",
+        description="Compile the tuned tile configurations; no GPU is needed.",
+    )
+    parser.add_argument(
+        "architecture", nargs="*", type=_capability, default=[(8, 0), (9, 0)], metavar="sm_XY",
+        help="sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120 (default: sm_80 sm_90)",
+    )  # fmt: skip
+    parser.add_argument("--all", action="store_true", help="every form: hundreds of kernels")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    options = parser.parse_args(argv)
+    installed = available.triton_status()
+    if not installed.available or available.interpreting():
+        reason = installed.reason if not installed.available else "TRITON_INTERPRET is set"
+        parser.error(f"{reason}. Fix: {installed.fix or 'unset TRITON_INTERPRET'}")
+    wanted = [case for each in options.architecture for case in cases(each, options.all)]
+    kernels = unfit = 0
+    # Each worker is a process of its own: Triton's compiler state is one a process.
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as workers:
+        for row in chain.from_iterable(workers.map(compile_case, wanted)):
+            print(json.dumps(row) if options.json else text_of(row), flush=True)
+            kernels += 1
+            unfit += bool(row["spilled_bytes"]) or row["shared"] > row["shared_limit"]
+    if not options.json:
+        print(f"{kernels} kernels, {unfit} that spill registers or exceed shared memory")
+    return 1 if unfit else 0
+
+
+def text_of(row: dict[str, Any]) -> str:
+    """One line of the table."""
+    return (
+        f"{row['architecture']:<6} {row['op']:<15} {row['dtype']:<8} {row['act']:<9} "
+        f"{row['weight']} {row['config']:<26} {row['registers']:>3} registers, "
+        f"{row['spilled_bytes']:>4} bytes spilled, {row['shared'] / 1024:5.1f} KiB of "
+        f"{row['shared_limit'] >> 10} KiB  {' '.join(row['instructions'])}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""``gemm_act`` in Triton: ``act(x @ weight.T + bias)``, bias and activation in the epilogue."""
+
+# M tokens, K in features, N out features
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpkernels.kernels.config import GemmConfig
+from tpkernels.kernels.epilogue import act_value
+from tpkernels.kernels.launch import Gemm
+from tpkernels.kernels.tile import halves, load_row, multiply, store_tile, tile_at
+from tpkernels.kernels.tile_counters import TileCounters, count_tile
+
+
+@triton.jit
+def _epilogue(
+    acc, bias, y, pre, m, n, M, N, ACT: tl.constexpr, AUX: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA_OUT: tl.constexpr,
+):  # fmt: skip
+    if PARTS > 1:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = halves(acc, BLOCK_M, BLOCK_N)
+        _epilogue(
+            left, bias, y, pre, m, n, M, N, ACT, AUX, PARTS // 2, BLOCK_M, HALF, TMA_OUT
+        )  # fmt: skip
+        _epilogue(
+            right, bias, y, pre, m, n + HALF, M, N, ACT, AUX, PARTS // 2, BLOCK_M, HALF, TMA_OUT
+        )  # fmt: skip
+    else:
+        if bias is not None:
+            acc += load_row(bias, n, N, BLOCK_N)
+        if AUX:
+            store_tile(pre, m, n, acc, M, N, BLOCK_M, BLOCK_N, TMA_OUT)
+        store_tile(y, m, n, act_value(acc, ACT), M, N, BLOCK_M, BLOCK_N, TMA_OUT)
+
+
+@triton.jit
+def _gemm_act(
+    a, b, bias, y, pre, finished, M, N, K, a_stride_m, a_stride_k, b_stride_n, b_stride_k,
+    chunk_rows, PROGRAMS: tl.constexpr,
+    ACT: tl.constexpr, AUX: tl.constexpr, SIGNAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    EPILOGUE: tl.constexpr, B_IS_KN: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    # Flattened, so that the loads of the next tile run beside the epilogue of this one.
+    for index in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+        tile_m, tile_n = tile_at(index, tiles_m, tiles_n, GROUP_M)
+        m, n = tile_m * BLOCK_M, tile_n * BLOCK_N
+        acc = multiply(
+            a, b, m, n, M, N, K, a_stride_m, a_stride_k, b_stride_n, b_stride_k,
+            BLOCK_M, BLOCK_N, BLOCK_K, B_IS_KN, TMA, PRECISION, WIDEN,
+        )  # fmt: skip
+        _epilogue(
+            acc, bias, y, pre, m, n, M, N, ACT, AUX, EPILOGUE, BLOCK_M, BLOCK_N, TMA_OUT
+        )  # fmt: skip
+        if SIGNAL:
+            count_tile(finished, m, M, chunk_rows, BLOCK_M)
+
+
+def gemm_act(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    act: str,
+    *,
+    aux: bool = False,
+    config: GemmConfig | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``act(F.linear(x, weight, bias))``; with ``aux``, ``(that, F.linear(x, weight, bias))``.
+
+    Args:
+        x_MK: [M, K]; weight_NK: [N, K]; bias_N: [N] or None. Any strides; float32, bfloat16 or
+            float16, all the same; sums and the activation are in float32.
+        act: an activation of ``tpkernels.reference``.
+        config: tiles; None: the default rule for these sizes.
+
+    Returns:
+        [M, N] of x's dtype, contiguous: one or two tensors of their own.
+
+    Float32 products are rounded to tf32 only where PyTorch's setting allows it.
+    """
+    gemm = Gemm("gemm_act_aux" if aux else "gemm_act", x_MK, weight_NK, config)
+    y = gemm.new_output()
+    pre = gemm.new_output() if aux else None
+    if gemm.empty:
+        return (y, pre) if pre is not None else y
+    _launch(gemm, bias_N, act, y, pre, None, 0)
+    return (y, pre) if pre is not None else y
+
+
+def gemm_signaled(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    out_MN: Tensor,
+    counters: TileCounters,
+    chunk_rows: int,
+    *,
+    config: GemmConfig | None = None,
+    spare_programs: int = 0,
+) -> list[int]:
+    """``out = F.linear(x, weight)``, counting finished tiles of every ``chunk_rows`` rows.
+
+    Args:
+        out_MN: [M, N], contiguous, of x's dtype; written.
+        counters: one count a chunk; :meth:`TileCounters.wait` waits for the numbers returned.
+        spare_programs: multiprocessors left to others, since the waiting kernel and the
+            collective after it need somewhere to run beside this persistent one.
+
+    Returns:
+        Tiles that each chunk ``[i * chunk_rows, (i + 1) * chunk_rows)`` consists of.
+    """
+    gemm = Gemm("gemm_signaled", x_MK, weight_NK, config)
+    expected = counters.expect(gemm.M, gemm.N, chunk_rows, gemm.config)
+    if not gemm.empty:
+        _launch(gemm, None, "none", out_MN, None, counters.finished, chunk_rows, spare_programs)
+    return expected
+
+
+def _launch(
+    gemm: Gemm,
+    bias_N: Tensor | None,
+    act: str,
+    y: Tensor,
+    pre: Tensor | None,
+    finished: Tensor | None,
+    chunk_rows: int,
+    spare_programs: int = 0,
+) -> None:
+    # A copy-engine store is complete for other devices only after a wait that Triton does not
+    # offer, so tiles that are signalled are written by ordinary stores.
+    tma_out = gemm.tma_output() and finished is None
+    config = gemm.config
+    block = (config.block_m, config.block_n // config.epilogue)
+    gemm.launch(
+        _gemm_act,
+        gemm.a,
+        gemm.b,
+        None if bias_N is None else bias_N.contiguous(),
+        gemm.tile_of(y, block, tma_out),
+        None if pre is None else gemm.tile_of(pre, block, tma_out),
+        finished,
+        gemm.M,
+        gemm.N,
+        gemm.K,
+        *gemm.strides,
+        chunk_rows,
+        programs=gemm.programs(spare_programs),
+        ACT=act,
+        AUX=pre is not None,
+        SIGNAL=finished is not None,
+        EPILOGUE=config.epilogue,
+        TMA_OUT=tma_out,
+    )
