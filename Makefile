@@ -25,14 +25,14 @@ build: setup  ## the compiled extension, in place; without a compiler says what 
 
 lint: setup  ## ruff, mypy, clang-format
 	@echo "lint: ruff, mypy, clang-format"
-	@$(PY) -m ruff check -q tpkernels tests scripts setup.py
-	@$(PY) -m ruff format -q --check tpkernels tests scripts setup.py
-	@$(PY) -m mypy --no-error-summary tpkernels
+	@$(PY) -m ruff check -q tpkernels tests bench scripts setup.py
+	@$(PY) -m ruff format -q --check tpkernels tests bench scripts setup.py
+	@$(PY) -m mypy --no-error-summary tpkernels $(wildcard bench/*.py)
 	@.venv/bin/clang-format --dry-run -Werror $(CXX_FILES)
 
 format: setup  ## rewrite sources as lint wants them
-	@$(PY) -m ruff check -q --fix tpkernels tests scripts setup.py
-	@$(PY) -m ruff format -q tpkernels tests scripts setup.py
+	@$(PY) -m ruff check -q --fix tpkernels tests bench scripts setup.py
+	@$(PY) -m ruff format -q tpkernels tests bench scripts setup.py
 	@.venv/bin/clang-format -i $(CXX_FILES)
 
 ctest:  ## C++ tests, without torch

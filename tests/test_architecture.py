@@ -1,6 +1,6 @@
 """The floors of the house: imports only go down, and the C++ has never heard of Python.
 
-    7 cli, demo, doctor, train             programs
+    7 cli, demo, doctor, train, benchmarks programs
     6 recognise, parallelize, planner      policy over whole models
     5 modules          zero                nn.Modules (siblings)
     4 overlap                              compute and communication joined
@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "tpkernels"
 
 FLOORS = {
-    **dict.fromkeys(("cli", "__main__", "demo", "doctor", "launch", "testing", "train"), 7),
+    **dict.fromkeys(("benchmarks", "cli", "__main__", "demo", "doctor", "launch"), 7),
+    **dict.fromkeys(("testing", "train"), 7),
     **dict.fromkeys(("huggingface", "parallelize", "plan", "planner"), 6),
     **dict.fromkeys(("recognise", "replace", "report", "trace"), 6),
     **dict.fromkeys(("checkpoint", "clip_grad", "modules", "zero"), 5),

@@ -17,7 +17,9 @@ from tpkernels.build.record import BUILD_COMMAND
 from tpkernels.cli import USAGE_ERROR
 from tpkernels.doctor import main
 from tpkernels.envs import IMPLEMENTATIONS
+from tpkernels.kernels import available, table
 from tpkernels.library import OP_NAMES
+from tpkernels.ops import choice
 
 
 def report(capsys) -> dict:
@@ -51,6 +53,98 @@ def test_text_names_what_is_off(capsys):
         assert f"  {name} " in text
 
 
+def row(**given):
+    fields = {
+        "op": "gemm_act",
+        "dtype": "bfloat16",
+        "epilogue": "gelu",
+        "m": 16,
+        "n": 4096,
+        "k": 1024,
+        "implementation": "triton",
+        "config": "16x128x64 g1 s4 w4",
+        "us": 9,
+        "reference_us": 10,
+    }
+    return table.TableRow(**{**fields, **given})
+
+
+@pytest.fixture
+def h200(monkeypatch, tmp_path):
+    """A machine with an H200 and Triton, simulated."""
+    device = table.DeviceDescription("NVIDIA H200", (9, 0))
+    monkeypatch.setattr("tpkernels.doctor._gpus", lambda: [device])
+    monkeypatch.setattr(available, "status", lambda: available.Availability(True, "Triton 3.6.0"))
+    monkeypatch.setattr(table, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setenv("TPKERNELS_CACHE", str(tmp_path))
+    monkeypatch.delenv("TPKERNELS_GEMM", raising=False)
+    table.invalidate()
+    yield device
+    monkeypatch.undo()
+    table.invalidate()
+
+
+def tables(found: dict) -> list[dict]:
+    return [each for each in found["findings"] if each["topic"] == "measured table"]
+
+
+def test_a_gpu_that_was_not_tuned(capsys, h200, tmp_path):
+    none, cache = tables(report(capsys))
+    assert none["state"].startswith("none for NVIDIA H200: plain PyTorch serves")
+    assert none["fix"] == "tpkernels bench --tune"
+    assert str(tmp_path / "tables") in cache["state"]
+    served = report(capsys)["gpus"]["NVIDIA H200"]
+    assert {each["op"] for each in served} == set(choice.LOCAL_OPS)
+    assert all(each["implementation"] == "reference" for each in served)
+    assert all(each["reason"] == "not tuned: tpkernels bench --tune" for each in served)
+
+
+def test_a_gpu_with_tables(capsys, h200):
+    table.record([row(), row(m=32, us=11)], h200)
+    shipped = table.SHIPPED / "NVIDIA_H200.json"
+    table.record([row(m=64, torch="2.11.0", triton="3.6.0")], h200, path=shipped)
+    from_us, from_user, _ = tables(report(capsys))
+    assert from_us["state"].startswith(f"NVIDIA H200: 1 row, shipped ({shipped}), of 20")
+    assert "measured with torch 2.11.0 and Triton 3.6.0, here are torch" in from_us["state"]
+    assert from_us["fix"] == "tpkernels bench --tune"
+    assert from_user["state"].startswith("NVIDIA H200: 2 rows, the user's (")
+    assert "measured with" not in from_user["state"] and from_user["fix"] is None
+    served = {each["op"]: each for each in report(capsys)["gpus"]["NVIDIA H200"]}
+    assert served["gemm_act"]["implementation"] == "reference 1, triton 2"
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert "what serves each op on this machine's NVIDIA H200" in text
+    assert "reference 1, triton 2  by measured shape; else reference" in text
+
+
+def test_a_variable_that_cannot_serve_is_said_for_every_place(capsys, h200, monkeypatch):
+    monkeypatch.setenv("TPKERNELS_GEMM", "onednn")
+    found = report(capsys)
+    for served in (found["ops"], found["gpus"]["NVIDIA H200"]):
+        assert [each["op"] for each in served] == ["every op"]
+        assert "TPKERNELS_GEMM=onednn was asked for and cannot" in served[0]["reason"]
+
+
+def test_without_a_gpu_there_is_no_table(capsys, monkeypatch):
+    monkeypatch.setattr("tpkernels.doctor._gpus", list)
+    found = report(capsys)
+    assert found["gpus"] == {}
+    assert [each["state"].split(";")[0] for each in tables(found)] == ["no GPU to need one"]
+
+
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_triton_s_state_and_fix(capsys, monkeypatch, interpret):
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    state = available.status()
+    (triton,) = [e for e in report(capsys)["implementations"] if e["name"] == "triton"]
+    assert (triton["available"], triton["reason"]) == (state.available, state.reason)
+    assert triton["fix"] == state.fix
+    missing = available.Availability(False, "Triton is not installed", "pip install 'triton>=3.6'")
+    monkeypatch.setattr(available, "status", lambda: missing)
+    (triton,) = [e for e in report(capsys)["implementations"] if e["name"] == "triton"]
+    assert not triton["available"] and triton["fix"] == "pip install 'triton>=3.6'"
+
+
 @pytest.mark.parametrize("code", ["import tpkernels", "import tpkernels.ops"])
 def test_import_does_not_initialise_cuda(code):
     check = f"{code}; import torch; assert not torch.cuda.is_initialized()"
@@ -65,6 +159,7 @@ WRONG = {
     "TPKERNELS_TIMEOUT": "-1",
     "TPKERNELS_CHECK": "x",
     "TPKERNELS_OVERLAP": "fused",
+    "TPKERNELS_CACHE": __file__,
 }
 
 

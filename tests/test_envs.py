@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,8 +42,23 @@ def test_a_time_limit_is_above_zero(seconds, monkeypatch):
         envs.timeout()
 
 
+def test_the_cache_is_a_directory_that_need_not_exist(monkeypatch, tmp_path):
+    monkeypatch.delenv("TPKERNELS_CACHE", raising=False)
+    assert envs.cache() == Path.home() / ".cache" / "tpkernels"
+    monkeypatch.setenv("TPKERNELS_CACHE", "")
+    assert envs.cache() == Path.home() / ".cache" / "tpkernels"
+    monkeypatch.setenv("TPKERNELS_CACHE", str(tmp_path / "made later"))
+    assert envs.cache() == tmp_path / "made later"
+    monkeypatch.setenv("TPKERNELS_CACHE", "~/x")
+    assert envs.cache() == Path.home() / "x"
+    monkeypatch.setenv("TPKERNELS_CACHE", __file__)
+    with pytest.raises(ConfigError, match=r"TPKERNELS_CACHE=.* is a file; allowed: .*Fix: unset"):
+        envs.cache()
+
+
 def test_the_table_names_every_variable():
-    assert all(f"``{variable}``" in envs.__doc__ for variable in READERS)
+    named = [*READERS, "TPKERNELS_CACHE"]
+    assert all(f"``{variable}``" in envs.__doc__ for variable in named)
 
 
 def test_the_table_names_every_value_and_what_is_lacking():

@@ -18,6 +18,11 @@ COMMANDS = {
         True,
         "run pretrained models dense and tensor-parallel, and compare",
     ),
+    "bench": (
+        "tpkernels.benchmarks.command",
+        True,
+        "measure against plain PyTorch and its peers, tune this GPU's table, report",
+    ),
     "doctor": (
         "tpkernels.doctor",
         False,

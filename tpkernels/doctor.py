@@ -9,17 +9,20 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tpkernels
 from tpkernels import envs, native
 from tpkernels.build.record import BUILD_COMMAND
 from tpkernels.cli import CommandParser
 from tpkernels.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tpkernels.kernels.table import DeviceDescription, TableFile
 
 _INSTALL_TORCH = "pip install 'torch>=2.11'"
 _OPTIONAL = {  # package -> (what it is for, the command that gets it)
@@ -33,7 +36,10 @@ _VARIABLES = {
     "TPKERNELS_OVERLAP": envs.overlap,
     "TPKERNELS_CHECK": envs.check,
     "TPKERNELS_TIMEOUT": envs.timeout,
+    "TPKERNELS_CACHE": envs.cache,
 }
+_CPU = "CPU"
+Served = tuple[str, str, str]  # op, implementation, reason
 _READ_BY_EVERY_OP = ("TPKERNELS_GEMM", "TPKERNELS_NATIVE")
 
 
@@ -57,17 +63,18 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     refused = _refused_variables()
     with _unset(refused):  # importing the ops reads them
-        findings = [*_machine(), *refused.values(), *_torch()]
+        findings = [*_machine(), *refused.values(), *_torch(), *_tables()]
         implementations, ops = _implementations()
         build_info = native.status().build_info
     for variable in _READ_BY_EVERY_OP:
-        if ops and variable in refused:
-            ops = [("every op", "none", refused[variable].state)]
+        if variable in refused:
+            ops = {place: [("every op", "none", refused[variable].state)] for place in ops}
     if options.json:
         report = {
             "findings": [asdict(finding) for finding in findings],
             "implementations": implementations,
-            "ops": [dict(zip(("op", "implementation", "reason"), op, strict=True)) for op in ops],
+            "ops": _as_objects(ops.pop(_CPU, [])),
+            "gpus": {device: _as_objects(served) for device, served in ops.items()},
             "build": build_info,
         }
         print(json.dumps(report, indent=2))
@@ -76,8 +83,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _as_objects(served: list[Served]) -> list[dict[str, str]]:
+    return [dict(zip(("op", "implementation", "reason"), each, strict=True)) for each in served]
+
+
 def _print(
-    findings: list[Finding], implementations: list[dict[str, Any]], ops: list[tuple[str, str, str]]
+    findings: list[Finding], implementations: list[dict[str, Any]], ops: dict[str, list[Served]]
 ) -> None:
     width = max(len(finding.topic) for finding in findings)
     for finding in findings:
@@ -90,10 +101,11 @@ def _print(
         print(f"  {each['name']:<10} {'on ' if each['available'] else 'off'}  {each['reason']}")
         if each["fix"]:
             print(f"  {'':<10}      fix: {each['fix']}")
-    if ops:
-        print("\nwhat serves each op on this machine's CPU")
-    for op, implementation, reason in ops:
-        print(f"  {op:<28} {implementation:<10} {reason}")
+    for place, served in ops.items():
+        print(f"\nwhat serves each op on this machine's {place}")
+        width = max(10, *(len(implementation) for _, implementation, _ in served))
+        for op, implementation, reason in served:
+            print(f"  {op:<28} {implementation:<{width}}  {reason}")
 
 
 def _refused_variables() -> dict[str, Finding]:
@@ -183,18 +195,70 @@ def _torch() -> list[Finding]:
     return findings
 
 
-def _implementations() -> tuple[list[dict[str, Any]], list[tuple[str, str, str]]]:
+def _gpus() -> list[DeviceDescription]:
+    """The CUDA devices here, one of each name."""
+    import torch
+
+    from tpkernels.kernels import table
+
+    found = [table.describe(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
+    return list(dict.fromkeys(found))
+
+
+def _tables() -> list[Finding]:
+    """Which measured tables are used, and whether they were measured with what is here."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    from tpkernels.kernels import table
+
+    found = []
+    for device in _gpus():
+        for file in table.table_of(device).files:
+            found.append(_table(device.name, file))
+        if not table.table_of(device).files:
+            state = f"none for {device.name}: plain PyTorch serves what was not measured"
+            found.append(Finding("measured table", state, table.TUNE))
+    where = f"the user's own are kept in {table.user_folder()}"
+    return [*found, Finding("measured table", where if found else f"no GPU to need one; {where}")]
+
+
+def _table(device: str, file: TableFile) -> Finding:
+    import torch
+
+    from tpkernels.kernels import table
+
+    origin = "shipped" if file.path.parent == table.SHIPPED else "the user's"
+    rows = len(file.rows)
+    state = f"{device}: {rows} row{'s' * (rows != 1)}, {origin} ({file.path}), of "
+    state += file.head["date"] or "unknown date"
+    here = (torch.__version__, table.triton_version())
+    others = {(row.torch, row.triton) for row in file.rows} - {here}
+    if not others:
+        return Finding("measured table", state)
+    with_ = ", ".join(f"torch {torch_} and Triton {triton}" for torch_, triton in sorted(others))
+    state += f"; measured with {with_}, here are torch {here[0]} and Triton {here[1] or 'none'}"
+    return Finding("measured table", state, table.TUNE)
+
+
+def _implementations() -> tuple[list[dict[str, Any]], dict[str, list[Served]]]:
+    """Every implementation, and what serves each op: place -> op, implementation, reason."""
     if importlib.util.find_spec("torch") is None:
         off = {"available": False, "reason": "needs torch", "fix": _INSTALL_TORCH}
-        return [{"name": name, **off} for name in envs.IMPLEMENTATIONS], []
+        return [{"name": name, **off} for name in envs.IMPLEMENTATIONS], {}
     from tpkernels import modules  # noqa: F401 (defines every op)
-    from tpkernels.ops import choice
+    from tpkernels.ops import choice, implementations
 
-    implementations = [asdict(status) for status in choice.implementations()]
+    ops = {_CPU: _served(choice.resolve_all)}
+    for device in _gpus():
+        ops[device.name] = _served(choice.resolve_on, device)
+    return [asdict(status) for status in implementations.implementations()], ops
+
+
+def _served(resolve: Callable[..., list[Served]], *args: Any) -> list[Served]:
     try:
-        return implementations, choice.resolve_all()
+        return resolve(*args)
     except ConfigError as error:  # TPKERNELS_GEMM asks for what cannot serve
-        return implementations, [("every op", "none", str(error))]
+        return [("every op", "none", str(error))]
 
 
 def _version(package: str) -> str | None:

@@ -4,11 +4,15 @@
 variable                values (default)             meaning
 ======================  ===========================  ==========================================
 ``TPKERNELS_GEMM``      auto, reference, cpu,        implementation that serves the local ops;
-                        onednn, triton, cuda,        this version lacks onednn, triton, cuda
-                        cublaslt (auto)              and cublaslt: asking for one raises
+                        onednn, triton, cuda,        auto: on CPU the compiled kernels, on CUDA
+                        cublaslt (auto)              what the measured table says is fastest;
+                                                     this version lacks onednn and cuda:
+                                                     asking for one raises
 ``TPKERNELS_OVERLAP``   auto, off, chunked,          overlap strategy of GEMM and collective;
                         signaled, fused (auto)       this version lacks signaled and fused:
                                                      asking for one raises
+``TPKERNELS_CACHE``     a directory                  where ``tpkernels bench --tune`` keeps the
+                        (~/.cache/tpkernels)         measured tables of this user
 ``TPKERNELS_CHECK``     first, always, off (first)   when ranks compare their inputs
 ``TPKERNELS_TIMEOUT``   seconds > 0 (300)            time limit of a collective
 ``TPKERNELS_NATIVE``    1, 0 (1)                     0: do not load the compiled extension
@@ -19,12 +23,13 @@ variable                values (default)             meaning
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from tpkernels.errors import ConfigError
 
 IMPLEMENTATIONS = ("reference", "cpu", "onednn", "triton", "cuda", "cublaslt")
 OVERLAP_STRATEGIES = ("off", "chunked", "signaled", "fused")
-OVERLAP_STRATEGIES_LACKING = ("signaled", "fused")  # known, and not in this version
+OVERLAP_STRATEGIES_LACKING = ("fused",)  # asking for them raises
 CHECK_MODES = ("first", "always", "off")
 
 
@@ -51,6 +56,18 @@ def overlap() -> str:
 def check() -> str:
     """When ranks compare what they were given: ``first`` calls, ``always`` or ``off``."""
     return _one_of("TPKERNELS_CHECK", "first", CHECK_MODES)
+
+
+def cache() -> Path:
+    """The user's directory of measured tables (``TPKERNELS_CACHE``); it need not exist yet."""
+    text = os.path.expanduser(os.environ.get("TPKERNELS_CACHE") or "~/.cache/tpkernels")
+    path = Path(text)
+    if os.path.exists(text) and not os.path.isdir(text):
+        raise ConfigError(
+            f"TPKERNELS_CACHE={str(path)!r} is a file; allowed: a directory, made where it is "
+            "missing. Fix: unset TPKERNELS_CACHE"
+        )
+    return path
 
 
 def native() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +16,15 @@ from tpkernels.checkpoint import _GROUP, group_of
 from tpkernels.chunked_tensor import ChunkedTensor
 from tpkernels.comm.agreement import InputCheck, check_agreement
 from tpkernels.comm.group import Group, GroupLike, resolve_group
-from tpkernels.errors import ConfigError, ShardedSaveError, UnsupportedModuleError
+from tpkernels.errors import (
+    AgreementError,
+    ConfigError,
+    ShardedSaveError,
+    TPKernelsWarning,
+    UnsupportedModuleError,
+)
 from tpkernels.huggingface import restore_save_pretrained, wrap_save_pretrained
+from tpkernels.kernels import table
 from tpkernels.modules import (
     TPMLP,
     ColumnParallelLinear,
@@ -73,13 +81,14 @@ def parallelize(
     _check_arguments(model, plan, sequence_parallel, strict)
     # What was asked for and cannot serve raises here, before anything has changed.
     choice.apply()
-    implementation = _implementation(_device_type(model), group)
+    implementation = _implementation(_device(model), group)
     if plan == "auto":
         recognition = recognise(model)
         todo, kept = _auto_plan(model, recognition, group, strict)
     else:
         todo, kept = replacements_from_plan(model, plan, group), []  # type: ignore[arg-type]
     _check_weights(model, group)
+    _compare_tables(_device(model), group)
     report = ParallelReport(group.size, group.rank, dense_bytes=_parameter_bytes(model))
     _apply(model, todo, group)
     for replacement in todo:
@@ -182,13 +191,15 @@ def _auto_plan(
     return todo, kept
 
 
-def _device_type(model: nn.Module) -> str:
+def _device(model: nn.Module) -> torch.device:
     parameter = next(model.parameters(), None)
-    return "cpu" if parameter is None or parameter.is_meta else parameter.device.type
+    if parameter is None or parameter.is_meta:
+        return torch.device("cpu")
+    return parameter.device
 
 
-def _implementation(device_type: str, group: Group) -> str:
-    kernel, _ = choice.resolve(device_type)
+def _implementation(device: torch.device, group: Group) -> str:
+    kernel = choice.summary(device)
     if group.size == 1:
         return kernel
     plan = plan_gemm_all_reduce(1 << 12, 1 << 12, 2, group.name)
@@ -207,6 +218,23 @@ def _check_weights(model: nn.Module, group: Group) -> None:
     if envs.check() != "off":
         weights: dict[str, Tensor | None] = dict(model.named_parameters())
         check_agreement(weights, group, f"weights of {type(model).__name__}")
+
+
+def _compare_tables(device: torch.device, group: Group) -> None:
+    """Warn, on all ranks, where their measured tables differ: then so may their kernels."""
+    if device.type != "cuda" or envs.check() == "off":
+        return
+    digest = torch.tensor([table.table_of(device).digest()], device="cpu")
+    try:
+        check_agreement({"digest": digest}, group, "measured tables")
+    except AgreementError:
+        warnings.warn(
+            f"the measured tables of the ranks of {group!r} differ (rank {group.rank}: "
+            f"{choice.summary(device)}), so that ranks may take kernels of different speed. Fix: "
+            f"give every rank the same {table.user_folder()}, from one run of {table.TUNE}",
+            TPKernelsWarning,
+            stacklevel=3,
+        )
 
 
 def _check_inputs_at_root(model: nn.Module, group: Group) -> None:

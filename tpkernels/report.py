@@ -12,7 +12,8 @@ class ModuleRow:
     """What happened to one module.
 
     ``action`` is the parallel form it took, or ``"kept"``; ``implementation`` names the local
-    kernel and the overlap strategy that serve it, ``"-"`` for a kept module.
+    kernel (on CUDA the measured table that each call asks) and the overlap strategy that serve
+    it, ``"-"`` for a kept module.
     """
 
     name: str

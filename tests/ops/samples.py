@@ -54,6 +54,11 @@ def _gemm_act_aux(x, w, b, act):
     return act_of(pre, act), pre
 
 
+def _gemm_dact_dbias(dy, w, pre, act):
+    dh = act_gradient(dy @ w, pre, act)
+    return dh, dh.clone() if dh.dim() == 1 else dh.flatten(0, -2).sum(0)
+
+
 def _gemm_glu_aux(x, w_gate, w_up, b_gate, b_up, act):
     gate, up = F.linear(x, w_gate, b_gate), F.linear(x, w_up, b_up)
     return act_of(gate, act) * up, gate, up
@@ -122,6 +127,12 @@ OPS = [
         "gemm_dact",
         ops.gemm_dact,
         lambda dy, w, pre, act: act_gradient(dy @ w, pre, act),
+        lambda lead, k, n: [(*lead, k), (k, n), (*lead, n)],
+    ),
+    Op(
+        "gemm_dact_dbias",
+        ops.gemm_dact_dbias,
+        _gemm_dact_dbias,
         lambda lead, k, n: [(*lead, k), (k, n), (*lead, n)],
     ),
     Op("gemm_glu", ops.gemm_glu, lambda *a: _gemm_glu_aux(*a)[0], _glu, (3, 4)),

@@ -18,7 +18,9 @@ from triton.runtime.driver import driver
 from tpkernels.kernels.launch import STAND_IN
 
 _WARP = 32
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _INSTRUCTIONS = {  # in PTX, by the names they have here
     "wgmma": "wgmma.mma_async",
     "mma.sync": "mma.sync",
@@ -34,7 +36,7 @@ class CompiledKernel:
     """What the compiler made of one launch.
 
     Attributes:
-        registers: a thread. spilled_bytes: of registers, a thread, in local memory.
+        registers: a thread. spilled_bytes: of registers that a thread stores to memory.
         shared: bytes of shared memory a block.
         instructions: which of the tensor core, copy engine and ordering instructions its PTX
             has.
@@ -62,8 +64,9 @@ class _AbsentGPU:
             compiled = kernel.warmup(*args, grid=(1,), **options)
         finally:
             driver._active = active
-        registers, spilled = _resource_usage(compiled.asm["cubin"])
         ptx = compiled.asm["ptx"]
+        registers, in_memory = _resource_usage(compiled.asm["cubin"])
+        spilled = _spilled_bytes(ptx, self._target.arch) if in_memory else 0
         used = tuple(name for name, text in _INSTRUCTIONS.items() if text in ptx)
         metadata = compiled.metadata
         self.compiled.append(
@@ -98,8 +101,8 @@ def compiling_for(
 
 
 def _resource_usage(cubin: bytes) -> tuple[int, int]:
-    """(registers, spilled bytes) of a thread: stack and local memory together."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    """(registers, bytes of stack and local memory) of a thread."""
+    tool = _TOOLS / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -111,3 +114,19 @@ def _resource_usage(cubin: bytes) -> tuple[int, int]:
         raise RuntimeError(f"{tool} does not say what a kernel uses: {shown.stdout}{shown.stderr}")
     registers, stack, local = map(int, found.groups())
     return registers, stack + local
+
+
+def _spilled_bytes(ptx: str, arch: int) -> int:
+    """Bytes of registers stored to memory; a stack may also hold other things."""
+    tool = _TOOLS / ("ptxas-blackwell" if arch >= 100 else "ptxas")
+    target = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        output = Path(folder, "kernel.cubin")
+        command = [str(tool), "-v", f"--gpu-name={target}", str(source), "-o", str(output)]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    found = _SPILLS.search(shown.stderr)
+    if found is None:
+        raise RuntimeError(f"{tool} does not say what a kernel spills: {shown.stderr}")
+    return max(map(int, found.groups()))

@@ -40,6 +40,11 @@ class GemmConfig:
         text = f"{tile} g{self.group_m} s{self.stages} w{self.warps}"
         return text + (f" e{self.epilogue}" if self.epilogue > 1 else "") + " tma" * self.tma
 
+    @property
+    def volume(self) -> int:
+        """Products that a step of one tile adds up."""
+        return self.block_m * self.block_n * self.block_k
+
     @classmethod
     def parse(cls, text: str) -> GemmConfig:
         """The configuration that :meth:`__str__` wrote as ``text``.
@@ -141,10 +146,16 @@ _HOPPER_32BIT = {  # tf32 on tensor cores, or fp32 on none
 }
 _AMPERE_32BIT = {
     "gemm_act": _list("128x64x32 g8 s3 w4", "64x64x16 g8 s3 w8"),
-    "gemm_dact": _list("128x64x32 g8 s3 w4", "64x64x16 g8 s3 w8"),
+    "gemm_dact": _list("128x64x32 g8 s3 w4 e2", "64x64x16 g8 s3 w8 e2"),
     "gemm_glu": _list("64x64x32 g8 s4 w4", "64x64x16 g8 s3 w8"),
     "gemm_dglu": _list("128x64x32 g8 s3 w4 e2", "64x64x16 g8 s3 w8"),
 }
+# For operands that cannot be read 16 bytes at a time, whose larger tiles would spill: (up to this
+# many rows, tiles).
+_UNALIGNED = (
+    (16, GemmConfig.parse("16x64x32 g8 s3 w4")),
+    (None, GemmConfig.parse("64x64x32 g8 s3 w8")),
+)
 _LIKE = {  # op -> the op whose list it shares
     "gemm_act_aux": "gemm_act",
     "gemm_signaled": "gemm_act",
@@ -170,7 +181,10 @@ def configs(op: str, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[G
         (False, True): _AMPERE_32BIT,
     }
     hopper = (9, 0) <= capability < (12, 0)
-    return lists[hopper, dtype is torch.float32][_LIKE.get(op, op)]
+    found = lists[hopper, dtype is torch.float32][_LIKE.get(op, op)]
+    if op == "gemm_signaled":  # few rows are one chunk
+        found = tuple(config for config in found if config.block_m >= 64)
+    return found
 
 
 def default_config(
@@ -191,6 +205,12 @@ def default_config(
         if config.block_m < 2 * m and tiles >= _PROGRAMS:
             return config
     return candidates[-1] if m <= candidates[-1].block_m else candidates[-2]
+
+
+def unaligned_config(config: GemmConfig, m: int) -> GemmConfig:
+    """``config``, or smaller tiles where it is meant for operands that are read in vectors."""
+    smaller = next(tiles for rows, tiles in _UNALIGNED if rows is None or m <= rows)
+    return smaller if config.volume > smaller.volume else config
 
 
 def float32_is_tf32() -> bool:

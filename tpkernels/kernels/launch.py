@@ -16,11 +16,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tpkernels.errors import ConfigError
 from tpkernels.kernels import available
 from tpkernels.kernels.available import OLDEST_CAPABILITY
-from tpkernels.kernels.config import GemmConfig, default_config, float32_is_tf32
+from tpkernels.kernels.config import GemmConfig, default_config, float32_is_tf32, unaligned_config
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TMA_CAPABILITY = (9, 0)
 _TMA_ALIGNMENT = 16  # bytes, of the base and of every stride but the last (CUDA driver API)
+_VECTOR = 16  # elements; Triton reads in vectors where 16 divides every stride
 _INTERPRETED = (9, 0)  # what the interpreter stands for
 _INTERPRETED_PROGRAMS = 3  # fewer than tiles, so that the persistent loop runs more than once
 
@@ -109,6 +110,8 @@ class Gemm:
         self.tma = config.tma and not self.empty and self.K > 0 and all(map(_tma_can_load, loads))
         if config.tma and not self.tma and self._capability >= TMA_CAPABILITY:
             config = self._default(op, OLDEST_CAPABILITY)  # one that is meant for pointers
+        if not all(map(_in_vectors, loads)) or self.N % _VECTOR:
+            config = unaligned_config(config, self.M)
         self.config = config
         a_block = (config.block_m, config.block_k)
         self.a = TensorDescriptor.from_tensor(a_MK, list(a_block)) if self.tma else a_MK
@@ -186,6 +189,11 @@ def same_order(first_NK: Tensor, second_NK: Tensor) -> tuple[Tensor, Tensor]:
     if (first_NK.stride(1) == 1) == (second_NK.stride(1) == 1):
         return first_NK, second_NK
     return first_NK.contiguous(), second_NK.contiguous()
+
+
+def _in_vectors(matrix: Tensor) -> bool:
+    """Whether pointers into ``matrix`` can read several elements at once."""
+    return matrix.stride(1) == 1 and matrix.stride(0) % _VECTOR == 0
 
 
 def _tma_can_load(matrix: Tensor) -> bool:

@@ -101,12 +101,16 @@ class TPMultiheadAttention(nn.Module):
             t.unflatten(-1, (-1, self._tp.heads.head_dim)).transpose(1, 2)
             for t in self._project(q_in, k_in, v_in)
         )
-        mask = self._mask(attn_mask, key_padding_mask, q, batched)
+        # As PyTorch: the hint says what attn_mask is, so that it need not be read.
+        causal = is_causal and key_padding_mask is None and not need_weights
+        causal = causal and q.shape[2] == k.shape[2]
+        mask = self._mask(None if causal else attn_mask, key_padding_mask, q, batched)
         p = probability(self, self._tp.dropout)
         if need_weights:
             y, weights = self._with_weights(q, k, v, mask, p, average_attn_weights)
         else:
-            y, weights = attend(q, k, v, self._tp.group, mask=mask, dropout=p), None
+            y = attend(q, k, v, self._tp.group, mask=mask, causal=causal, dropout=p)
+            weights = None
         y = self.out_proj(y.transpose(1, 2).flatten(2))
         if not batched:
             return y[0], None if weights is None else weights[0]

@@ -11,47 +11,21 @@ from torch import Tensor
 
 from tpkernels import reference
 from tpkernels.errors import ConfigError
-from tpkernels.library import (
-    check_dtypes,
-    check_gemm,
-    check_same_shape,
-    define,
-    needs_grad,
-    rows,
-    vector_jacobian,
-)
+from tpkernels.library import define, needs_grad, rows, vector_jacobian
 from tpkernels.ops import choice
-from tpkernels.reference.activation import check_activation
-
-
-def _check_dact(dy: Tensor, weight: Tensor, pre: Tensor, act: str) -> None:
-    check_activation(act)
-    if weight.dim() != 2 or dy.dim() < 1 or dy.shape[-1] != weight.shape[0]:
-        raise ConfigError(
-            f"gemm_dact: dy must be [..., N2] and weight [N2, N], got {tuple(dy.shape)} and "
-            f"{tuple(weight.shape)}"
-        )
-    if pre.shape != (*dy.shape[:-1], weight.shape[1]):
-        raise ConfigError(
-            f"gemm_dact: pre must be {(*dy.shape[:-1], weight.shape[1])} (dy's leading dimensions "
-            f"and weight's N), got {tuple(pre.shape)}"
-        )
-    check_dtypes("gemm_dact", dy=dy, weight=weight, pre=pre)
-
+from tpkernels.ops.checks import check_act_grad, check_gemm_act, check_gemm_dact
 
 # --- gemm_act -------------------------------------------------------------------------------
 
 
 def _gemm_act_reference(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
     choice.require_servable(x.device.type)
-    check_activation(act)
-    check_gemm("gemm_act", x, weight, bias)
+    check_gemm_act("gemm_act", x, weight, bias, act)
     return reference.gemm_act(x, weight, bias, act)
 
 
 def _gemm_act_fake(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    check_activation(act)
-    check_gemm("gemm_act", x, weight, bias)
+    check_gemm_act("gemm_act", x, weight, bias, act)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -78,8 +52,7 @@ def _gemm_act_aux_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, act: str
 ) -> tuple[Tensor, Tensor]:
     choice.require_servable(x.device.type)
-    check_activation(act)
-    check_gemm("gemm_act_aux", x, weight, bias)
+    check_gemm_act("gemm_act_aux", x, weight, bias, act)
     return reference.gemm_act_aux(x, weight, bias, act)
 
 
@@ -132,18 +105,12 @@ def gemm_grads(
 
 def _act_grad_reference(dy: Tensor, pre: Tensor, act: str) -> Tensor:
     choice.require_servable(pre.device.type)
-    _act_grad_check(dy, pre, act)
+    check_act_grad(dy, pre, act)
     return reference.activation_grad(dy, pre, act)
 
 
-def _act_grad_check(dy: Tensor, pre: Tensor, act: str) -> None:
-    check_activation(act)
-    check_same_shape("act_grad", dy=dy, pre=pre)
-    check_dtypes("act_grad", dy=dy, pre=pre)
-
-
 def _act_grad_fake(dy: Tensor, pre: Tensor, act: str) -> Tensor:
-    _act_grad_check(dy, pre, act)
+    check_act_grad(dy, pre, act)
     return torch.empty_like(pre, memory_format=torch.contiguous_format)
 
 
@@ -174,18 +141,18 @@ _act_grad = define(
 
 def _gemm_dact_reference(dy: Tensor, weight: Tensor, pre: Tensor, act: str) -> Tensor:
     choice.require_servable(dy.device.type)
-    _check_dact(dy, weight, pre, act)
+    check_gemm_dact("gemm_dact", dy, weight, pre, act)
     return reference.gemm_dact(dy, weight, pre, act)
 
 
 def _gemm_dact_fake(dy: Tensor, weight: Tensor, pre: Tensor, act: str) -> Tensor:
-    _check_dact(dy, weight, pre, act)
+    check_gemm_dact("gemm_dact", dy, weight, pre, act)
     return torch.empty_like(pre, memory_format=torch.contiguous_format)
 
 
 def _gemm_dact_autograd(dy: Tensor, weight: Tensor, pre: Tensor, act: str) -> Tensor:
     if needs_grad(dy, weight, pre):  # a second derivative: the unfused form differentiates
-        _check_dact(dy, weight, pre, act)
+        check_gemm_dact("gemm_dact", dy, weight, pre, act)
         return act_grad(dy @ weight, pre, act)
     with torch._C._AutoDispatchBelowAutograd():
         return _gemm_dact(dy, weight, pre, act)
@@ -197,6 +164,45 @@ _gemm_dact = define(
     _gemm_dact_reference,
     _gemm_dact_fake,
     autograd=_gemm_dact_autograd,
+)
+
+
+# --- gemm_dact_dbias ------------------------------------------------------------------------
+
+
+def _gemm_dact_dbias_composed(
+    dy: Tensor, weight: Tensor, pre: Tensor, act: str
+) -> tuple[Tensor, Tensor]:
+    check_gemm_dact("gemm_dact_dbias", dy, weight, pre, act)
+    dh = _gemm_dact(dy, weight, pre, act)  # by whatever implementation serves that
+    return dh, rows(dh).sum(0)
+
+
+def _gemm_dact_dbias_fake(
+    dy: Tensor, weight: Tensor, pre: Tensor, act: str
+) -> tuple[Tensor, Tensor]:
+    check_gemm_dact("gemm_dact_dbias", dy, weight, pre, act)
+    dh = torch.empty_like(pre, memory_format=torch.contiguous_format)
+    return dh, pre.new_empty(weight.shape[1])
+
+
+def _gemm_dact_dbias_autograd(
+    dy: Tensor, weight: Tensor, pre: Tensor, act: str
+) -> tuple[Tensor, Tensor]:
+    if needs_grad(dy, weight, pre):  # a second derivative: the unfused form differentiates
+        check_gemm_dact("gemm_dact_dbias", dy, weight, pre, act)
+        dh = act_grad(dy @ weight, pre, act)
+        return dh, rows(dh).sum(0)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _gemm_dact_dbias(dy, weight, pre, act)
+
+
+_gemm_dact_dbias = define(
+    "gemm_dact_dbias",
+    "(Tensor dy, Tensor weight, Tensor pre, str act) -> (Tensor, Tensor)",
+    _gemm_dact_dbias_composed,
+    _gemm_dact_dbias_fake,
+    autograd=_gemm_dact_dbias_autograd,
 )
 
 
@@ -250,3 +256,11 @@ def gemm_dact(dy: Tensor, weight: Tensor, pre: Tensor, act: str) -> Tensor:
     The gradient that reaches the first GEMM of an MLP, its second GEMM's weight being ``weight``.
     """
     return _gemm_dact(dy, weight, pre, act)
+
+
+def gemm_dact_dbias(dy: Tensor, weight: Tensor, pre: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    """``(dh, dh summed over its rows)`` with ``dh = gemm_dact(dy, weight, pre, act)``.
+
+    The second is [N], the gradient of the bias that was added to ``pre``.
+    """
+    return _gemm_dact_dbias(dy, weight, pre, act)

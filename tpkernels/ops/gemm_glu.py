@@ -10,35 +10,12 @@ import torch
 from torch import Tensor
 
 from tpkernels import reference
-from tpkernels.errors import ConfigError
-from tpkernels.library import (
-    check_dtypes,
-    check_gemm,
-    check_same_shape,
-    define,
-    needs_grad,
-    vector_jacobian,
-)
+from tpkernels.library import define, needs_grad, vector_jacobian
 from tpkernels.ops import choice
+from tpkernels.ops.checks import check_gemm_dglu, check_gemm_glu, check_glu_grad
 from tpkernels.ops.gemm_act import gemm_grads
-from tpkernels.reference.activation import check_activation
 
 _SIGNATURE = "(Tensor x, Tensor w_gate, Tensor w_up, Tensor? b_gate, Tensor? b_up, str act) -> "
-
-
-def _check(
-    op: str,
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    act: str,
-) -> None:
-    check_activation(act)
-    check_same_shape(op, w_gate=w_gate, w_up=w_up)
-    check_gemm(op, x, w_gate, b_gate, weight_name="w_gate", bias_name="b_gate")
-    check_gemm(op, x, w_up, b_up, weight_name="w_up", bias_name="b_up")
 
 
 # --- gemm_glu -------------------------------------------------------------------------------
@@ -53,7 +30,7 @@ def _gemm_glu_reference(
     act: str,
 ) -> Tensor:
     choice.require_servable(x.device.type)
-    _check("gemm_glu", x, w_gate, w_up, b_gate, b_up, act)
+    check_gemm_glu("gemm_glu", x, w_gate, w_up, b_gate, b_up, act)
     return reference.gemm_glu(x, w_gate, w_up, b_gate, b_up, act)
 
 
@@ -65,7 +42,7 @@ def _gemm_glu_fake(
     b_up: Tensor | None,
     act: str,
 ) -> Tensor:
-    _check("gemm_glu", x, w_gate, w_up, b_gate, b_up, act)
+    check_gemm_glu("gemm_glu", x, w_gate, w_up, b_gate, b_up, act)
     return x.new_empty((*x.shape[:-1], w_gate.shape[0]))
 
 
@@ -104,7 +81,7 @@ def _gemm_glu_aux_reference(
     act: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     choice.require_servable(x.device.type)
-    _check("gemm_glu_aux", x, w_gate, w_up, b_gate, b_up, act)
+    check_gemm_glu("gemm_glu_aux", x, w_gate, w_up, b_gate, b_up, act)
     return reference.gemm_glu_aux(x, w_gate, w_up, b_gate, b_up, act)
 
 
@@ -154,20 +131,14 @@ _gemm_glu_aux = define(
 # --- glu_grad -------------------------------------------------------------------------------
 
 
-def _check_glu_grad(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> None:
-    check_activation(act)
-    check_same_shape("glu_grad", dy=dy, gate=gate, up=up)
-    check_dtypes("glu_grad", dy=dy, gate=gate, up=up)
-
-
 def _glu_grad_reference(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
     choice.require_servable(dy.device.type)
-    _check_glu_grad(dy, gate, up, act)
+    check_glu_grad(dy, gate, up, act)
     return reference.glu_grad(dy, gate, up, act)
 
 
 def _glu_grad_fake(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    _check_glu_grad(dy, gate, up, act)
+    check_glu_grad(dy, gate, up, act)
     contiguous = torch.contiguous_format
     return (
         torch.empty_like(gate, memory_format=contiguous),
@@ -202,34 +173,18 @@ _glu_grad = define(
 # --- gemm_dglu ------------------------------------------------------------------------------
 
 
-def _check_dglu(dy: Tensor, weight: Tensor, gate: Tensor, up: Tensor, act: str) -> None:
-    check_activation(act)
-    check_same_shape("gemm_dglu", gate=gate, up=up)
-    if (
-        weight.dim() != 2
-        or dy.dim() < 1
-        or dy.shape[-1] != weight.shape[0]
-        or gate.shape != (*dy.shape[:-1], weight.shape[1])
-    ):
-        raise ConfigError(
-            "gemm_dglu: dy must be [..., N2], weight [N2, N], gate and up [..., N], got "
-            f"{tuple(dy.shape)}, {tuple(weight.shape)} and {tuple(gate.shape)}"
-        )
-    check_dtypes("gemm_dglu", dy=dy, weight=weight, gate=gate, up=up)
-
-
 def _gemm_dglu_reference(
     dy: Tensor, weight: Tensor, gate: Tensor, up: Tensor, act: str
 ) -> tuple[Tensor, Tensor]:
     choice.require_servable(dy.device.type)
-    _check_dglu(dy, weight, gate, up, act)
+    check_gemm_dglu(dy, weight, gate, up, act)
     return reference.gemm_dglu(dy, weight, gate, up, act)
 
 
 def _gemm_dglu_fake(
     dy: Tensor, weight: Tensor, gate: Tensor, up: Tensor, act: str
 ) -> tuple[Tensor, Tensor]:
-    _check_dglu(dy, weight, gate, up, act)
+    check_gemm_dglu(dy, weight, gate, up, act)
     contiguous = torch.contiguous_format
     return (
         torch.empty_like(gate, memory_format=contiguous),
@@ -241,7 +196,7 @@ def _gemm_dglu_autograd(
     dy: Tensor, weight: Tensor, gate: Tensor, up: Tensor, act: str
 ) -> tuple[Tensor, Tensor]:
     if needs_grad(dy, weight, gate, up):  # a second derivative: the unfused form differentiates
-        _check_dglu(dy, weight, gate, up, act)
+        check_gemm_dglu(dy, weight, gate, up, act)
         return glu_grad(dy @ weight, gate, up, act)
     with torch._C._AutoDispatchBelowAutograd():
         return _gemm_dglu(dy, weight, gate, up, act)

@@ -18,6 +18,7 @@ from tpkernels.errors import ConfigError
 from tpkernels.library import DTYPES, check_gemm, define, needs_grad, rows
 from tpkernels.ops.gemm_act import gemm_act
 from tpkernels.overlap.plan import plan_gemm_all_reduce
+from tpkernels.overlap.signaled import gemm_all_reduce_signaled
 
 
 def _check(
@@ -50,6 +51,9 @@ def _run(
     plan = plan_gemm_all_reduce(
         out_MN.shape[0], out_MN.shape[1], out_MN.element_size(), group_name, chunks
     )
+    if plan.strategy == "signaled":
+        gemm_all_reduce_signaled(x_MK, weight, bias, out_MN, plan, group_name)
+        return out.to(x.dtype)
     issued: list[tuple[int, int, Pending]] = []
     try:
         for start, end in plan.rows(out_MN.shape[0]):

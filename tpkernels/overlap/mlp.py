@@ -6,7 +6,7 @@ Equivalent to (R ranks, column-split up and gate, row-split down):
     h = act(F.linear(x, w_gate, b_gate)) * F.linear(x, w_up, b_up)   # gated
     y = all_reduce(F.linear(h, w_down)) + b_down
 
-Backward: ``gemm_dact`` (or ``gemm_dglu``) gives the gradient at the first GEMM in one op, and
+Backward: ``gemm_dact_dbias`` (or ``gemm_dglu``) gives the gradient at the first GEMM in one op, and
 dX's all-reduce runs beside the dW GEMMs.
 """
 
@@ -29,7 +29,7 @@ from tpkernels.library import (
     needs_grad,
     rows,
 )
-from tpkernels.ops.gemm_act import gemm_act, gemm_act_aux, gemm_dact
+from tpkernels.ops.gemm_act import gemm_act, gemm_act_aux, gemm_dact, gemm_dact_dbias
 from tpkernels.ops.gemm_glu import gemm_dglu, gemm_glu, gemm_glu_aux
 from tpkernels.overlap.column import column_backward
 from tpkernels.overlap.gemm_all_reduce import (
@@ -106,6 +106,15 @@ def _fake(
     return x.new_empty((*x.shape[:-1], w_down.shape[0]))
 
 
+def _gradient_at_up(
+    dy: Tensor, w_down: Tensor, pre: Tensor, act: str, with_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient at the up GEMM's output, and its bias's where that is wanted."""
+    if with_bias:
+        return gemm_dact_dbias(dy, w_down, pre, act)
+    return gemm_dact(dy, w_down, pre, act), None
+
+
 class _UpAndSave(torch.autograd.Function):
     """The first half, with everything backward needs; returns (placeholder of y, h).
 
@@ -146,17 +155,18 @@ class _UpAndSave(torch.autograd.Function):
             d_gate, d_up = gemm_dglu(dy, w_down, gate, up, ctx.act)
             dpres, weights = [d_up, d_gate], [w_up, w_gate]
         else:
-            dpres, weights = [gemm_dact(dy, w_down, rest[0], ctx.act)], [w_up]
+            d_up, db_up = _gradient_at_up(dy, w_down, rest[0], ctx.act, need[2])
+            dpres, weights = [d_up], [w_up]
         dx, dws = column_backward(
             dpres, x, weights, ctx.group_name, need[0], [need[1], need[3]][: len(weights)]
         )
-        dbs = [
-            rows(dpre).sum(0) if needed else None
-            for dpre, needed in zip(dpres, (need[2], need[4]), strict=False)
-        ]
         if not ctx.gated:
-            dws, dbs = [*dws, None], [*dbs, None]
-        return dx, dws[0], dbs[0], dws[1], dbs[1], dw_down, db_down, None, None
+            return dx, dws[0], db_up, None, None, dw_down, db_down, None, None
+        db_up, db_gate = (
+            rows(dpre).sum(0) if needed else None
+            for dpre, needed in zip(dpres, (need[2], need[4]), strict=True)
+        )
+        return dx, dws[0], db_up, dws[1], db_gate, dw_down, db_down, None, None
 
 
 def _autograd(

@@ -3,9 +3,11 @@
 ``off``       [gemm      ][all-reduce      ]
 ``chunked``   [gemm 0][gemm 1][gemm 2]
                       [ar 0  ][ar 1  ][ar 2  ]
+``signaled``  [gemm      ............  ]
+                      [ar 0  ][ar 1  ][ar 2  ]
 
-``signaled`` and ``fused`` are names reserved for CUDA kernels this version does not have; asking
-for them raises.
+``signaled`` is for CUDA, and never chosen by itself: between GPUs nothing was measured. ``fused``
+is a name reserved for kernels this version does not have; asking for it raises.
 """
 
 # M rows (tokens), N columns of the reduced output, R ranks
@@ -28,6 +30,7 @@ from tpkernels.errors import ConfigError
 CHUNKS = 4
 MIN_BYTES_BETWEEN_HOSTS = 2 << 20
 MIN_ROWS_PER_CHUNK = 256
+TILE_ROWS = 128  # of the usual tiles: signaled chunks end with one
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,16 @@ class OverlapPlan:
         return f"{self.strategy}{count} ({self.reason})"
 
     def rows(self, total: int) -> list[tuple[int, int]]:
-        """[start, end) rows of each chunk; the first ones are a row longer when uneven."""
+        """[start, end) rows of each chunk.
+
+        When uneven, the first ones are a row longer; signaled ones are of one length, whole tiles
+        where there are enough, and the last is shorter.
+        """
+        if self.strategy == "signaled":
+            length = max(1, -(-total // self.chunks))
+            if length > TILE_ROWS:
+                length = -(-length // TILE_ROWS) * TILE_ROWS
+            return [(start, min(start + length, total)) for start in range(0, total, length)]
         bounds, start = [], 0
         for index in range(self.chunks):
             end = start + total // self.chunks + (index < total % self.chunks)
@@ -67,16 +79,19 @@ def plan_gemm_all_reduce(
     if asked in envs.OVERLAP_STRATEGIES_LACKING:
         raise ConfigError(
             f"TPKERNELS_OVERLAP={asked} was asked for, but this version has no {asked} kernels; "
-            "allowed: auto, off, chunked. Fix: unset TPKERNELS_OVERLAP"
+            "allowed: auto, off, chunked, signaled. Fix: unset TPKERNELS_OVERLAP"
         )
     if chunks is not None:
         if chunks < 1:
             raise ConfigError(f"chunks={chunks} must be at least 1")
         count = max(1, min(chunks, rows))
-        return OverlapPlan("chunked" if count > 1 else "off", count, "chunks was given")
+        strategy = asked if asked == "signaled" else "chunked"
+        return OverlapPlan(strategy if count > 1 else "off", count, "chunks was given")
     group = group_by_name(group_name)
     if group is None:
         return OverlapPlan("off", 1, "group of one")
+    if asked == "signaled":
+        return OverlapPlan("signaled", min(CHUNKS, max(1, rows)), "TPKERNELS_OVERLAP=signaled")
     if asked == "off":
         return OverlapPlan("off", 1, "TPKERNELS_OVERLAP=off")
     most = max(1, rows // MIN_ROWS_PER_CHUNK)

@@ -1,0 +1,5 @@
+"""Benchmarks: what `tpkernels bench` and the scripts in `bench/` run.
+
+shapes -> cases (`gemm_gelu`, `mlp`) -> harness (gate, then timing in turns) -> rows -> report;
+`tune` uses the same harness to write the table that `tpkernels.ops.choice` reads.
+"""
