@@ -84,7 +84,7 @@ _HOPPER_16BIT = {  # wgmma from 64 rows; the copy engine moves the tiles
         "128x256x64 g8 s3 w8 e4 tma",
         "256x128x64 g8 s3 w8 e4 tma",
         "128x128x64 g8 s4 w8 e2 tma",
-        "64x256x64 g8 s4 w8 e2 tma",
+        "64x256x64 g8 s3 w8 e2 tma",
         "64x128x64 g8 s4 w4 e2 tma",
         "64x64x128 g8 s4 w4 tma",
         "16x128x128 g8 s4 w4 tma",
@@ -101,7 +101,7 @@ _HOPPER_16BIT = {  # wgmma from 64 rows; the copy engine moves the tiles
         "128x256x64 g8 s3 w8 e8 tma",
         "256x128x64 g8 s3 w8 e8 tma",
         "128x128x64 g8 s4 w8 e2 tma",
-        "64x256x64 g8 s4 w8 e2 tma",
+        "64x256x64 g8 s3 w8 e2 tma",
         "64x128x64 g8 s4 w4 e2 tma",
         "64x64x128 g8 s4 w4 tma",
         "16x128x128 g8 s4 w4 tma",
@@ -146,7 +146,7 @@ _HOPPER_32BIT = {  # tf32 on tensor cores, or fp32 on none
 }
 _AMPERE_32BIT = {
     "gemm_act": _list("128x64x32 g8 s3 w4", "64x64x16 g8 s3 w8"),
-    "gemm_dact": _list("128x64x32 g8 s3 w4 e2", "64x64x16 g8 s3 w8 e2"),
+    "gemm_dact": _list("128x64x32 g8 s3 w4 e2", "64x64x16 g8 s3 w4"),
     "gemm_glu": _list("64x64x32 g8 s4 w4", "64x64x16 g8 s3 w8"),
     "gemm_dglu": _list("128x64x32 g8 s3 w4 e2", "64x64x16 g8 s3 w8"),
 }
