@@ -6,7 +6,7 @@ CUDA_FILES = $(wildcard csrc/kernels/*.cu)
 # The -gencode form: -arch=sm_90a alone would also run a plain sm_90 pass.
 GENCODE := -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90a,code=sm_90a
 
-.PHONY: help demo test setup build lint format ctest cuda-check compat clean
+.PHONY: help demo test setup build lint format ctest cuda-check kernel-check compat clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -54,6 +54,9 @@ else
 	  $(NVCC) -std=c++20 -O3 -Icsrc $(GENCODE) -Xptxas -v,-warn-spills -c $$f \
 	    -o build/cuda/$$(basename $$f .cu).o || exit 1; done
 endif
+
+kernel-check: setup  ## registers and memory of every Triton kernel, compiled for sm_80 and sm_90
+	@env -u TRITON_INTERPRET $(PY) -m tpkernels.kernels.compile_check
 
 compat: setup  ## quick tests with the newest torch and another CPython (large downloads)
 	@$(PY) scripts/compat.py

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.kernels.interpreted import needs_interpreter
 from tests.models.zoo import build, llama, outputs
 from tpkernels.errors import ConfigError, ShardedSaveError, UnsupportedModuleError
 from tpkernels.modules import TPMLP, ColumnParallelLinear
@@ -365,10 +366,28 @@ def asks_for_what_is_not_there(group):
         assert type(model) is nn.Sequential and model[0].weight is weight
 
 
+def asks_in_float64(group):
+    parallelize(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).double(), group)
+
+
+@needs_interpreter
+def test_a_dtype_that_what_was_asked_for_lacks_raises_before_anything_changes(pool):
+    env = {"TPKERNELS_GEMM": "triton", "TRITON_INTERPRET": "1"}
+    with pytest.raises(RankError, match="TPKERNELS_GEMM=triton was asked for and .*float64"):
+        pool.run(asks_in_float64, world_size=2, env=env)
+
+
 @pytest.mark.parametrize(
-    ("variable", "value"), [("TPKERNELS_OVERLAP", "fused"), ("TPKERNELS_GEMM", "triton")]
+    ("variable", "value"),
+    [
+        ("TPKERNELS_OVERLAP", "fused"),
+        ("TPKERNELS_OVERLAP", "signaled"),
+        ("TPKERNELS_GEMM", "triton"),
+        ("TPKERNELS_GEMM", "cublaslt"),
+    ],
 )
 def test_what_was_asked_for_and_cannot_serve_raises_before_anything_changes(pool, variable, value):
     with pytest.raises(RankError, match=rf"{variable}={value} was asked for") as caught:
-        pool.run(asks_for_what_is_not_there, world_size=2, env={variable: value})
+        env = {variable: value, "TRITON_INTERPRET": "0"}  # interpreted, Triton would serve
+        pool.run(asks_for_what_is_not_there, world_size=2, env=env)
     assert all(each.type_name.endswith("ConfigError") for each in caught.value.failures)

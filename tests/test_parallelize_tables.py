@@ -50,7 +50,10 @@ def test_the_report_names_the_table(monkeypatch):
     monkeypatch.setattr(choice.available, "status", lambda: choice.available.Availability(True, ""))
     monkeypatch.setitem(table._tables, H200.slug, table.Table((), {ROW.key: ROW}))
     monkeypatch.delenv("TPKERNELS_GEMM", raising=False)
-    assert _implementation(CUDA, resolve_group(None)) == "auto: table NVIDIA_H200 (1 row)"
+    assert (
+        _implementation(CUDA, torch.bfloat16, resolve_group(None))
+        == "auto: table NVIDIA_H200 (1 row)"
+    )
     monkeypatch.setitem(table._tables, H200.slug, table.Table((), {}))
     not_tuned = "reference (not tuned: tpkernels bench --tune)"
-    assert _implementation(CUDA, resolve_group(None)) == not_tuned
+    assert _implementation(CUDA, torch.bfloat16, resolve_group(None)) == not_tuned

@@ -36,6 +36,7 @@ from tpkernels.modules.class_swap import is_changed, is_swapped, restore_class
 from tpkernels.modules.parameters import gather_full, gather_gradient
 from tpkernels.ops import choice
 from tpkernels.overlap.plan import plan_gemm_all_reduce
+from tpkernels.overlap.signaled import require_signaled
 from tpkernels.plan import replacements_from_plan
 from tpkernels.recognise import Recognition, recognise
 from tpkernels.replace import Replacement, TiedParameters, plan_replacement
@@ -81,14 +82,14 @@ def parallelize(
     _check_arguments(model, plan, sequence_parallel, strict)
     # What was asked for and cannot serve raises here, before anything has changed.
     choice.apply()
-    implementation = _implementation(_device(model), group)
+    implementation = _implementation(*_device_and_dtype(model), group)
     if plan == "auto":
         recognition = recognise(model)
         todo, kept = _auto_plan(model, recognition, group, strict)
     else:
         todo, kept = replacements_from_plan(model, plan, group), []  # type: ignore[arg-type]
     _check_weights(model, group)
-    _compare_tables(_device(model), group)
+    _compare_tables(_device_and_dtype(model)[0], group)
     report = ParallelReport(group.size, group.rank, dense_bytes=_parameter_bytes(model))
     _apply(model, todo, group)
     for replacement in todo:
@@ -191,18 +192,20 @@ def _auto_plan(
     return todo, kept
 
 
-def _device(model: nn.Module) -> torch.device:
-    parameter = next(model.parameters(), None)
-    if parameter is None or parameter.is_meta:
-        return torch.device("cpu")
-    return parameter.device
+def _device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if parameter is None:
+        return torch.device("cpu"), torch.float32
+    return torch.device("cpu") if parameter.is_meta else parameter.device, parameter.dtype
 
 
-def _implementation(device: torch.device, group: Group) -> str:
-    kernel = choice.summary(device)
+def _implementation(device: torch.device, dtype: torch.dtype, group: Group) -> str:
+    kernel = choice.summary(device, dtype)
     if group.size == 1:
         return kernel
     plan = plan_gemm_all_reduce(1 << 12, 1 << 12, 2, group.name)
+    if plan.strategy == "signaled":
+        require_signaled(device, dtype)
     return f"{kernel}, overlap {plan.strategy}"
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.interpreted import DTYPES, LAYOUTS, SMALL, matrix, needs_interpreter
 from tpkernels import reference
+from tpkernels.errors import ConfigError
 from tpkernels.kernels import available
 from tpkernels.testing import assert_two_times
 
@@ -174,6 +175,18 @@ def test_slopes_at_infinity_are_their_limits(act):
     assert slope[:2].abs().tolist() == [below, below]
     assert slope[3] == above and slope[2] > 0
     assert slope[4].isnan() or act in ("relu", "none")
+
+
+def test_a_dtype_that_the_kernels_lack_is_refused():
+    """TP-11."""
+    x = torch.ones(2, 3, dtype=torch.float64)
+    for call in (
+        lambda: gemm_act(x, x, None, "gelu"),
+        lambda: gemm_dact(x, x.t(), x[:, :2], "gelu"),
+        lambda: act_grad(x, x, "gelu"),
+    ):
+        with pytest.raises(ConfigError, match="have no float64; allowed: float32, bfloat16, fl"):
+            call()
 
 
 def test_offsets_beyond_two_to_the_31_elements():

@@ -85,6 +85,7 @@ def test_the_measured_winner_serves_its_bucket_and_no_other():
     ids=["slower", "reference", "cublaslt", "unknown config", "unknown kernels", "no config"],
 )
 def test_rows_of_every_kind(row, name, reason):
+    """TP-12: never slower than plain PyTorch by choice."""
     found = choice.decide(CALL, "auto", row)
     assert found.implementation == name and reason in found.reason
 

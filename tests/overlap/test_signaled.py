@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from tests.kernels.interpreted import needs_interpreter
 from tests.overlap.samples import integers, part
 from tpkernels.comm.group import resolve_group
 from tpkernels.errors import ConfigError
+from tpkernels.kernels.config import GemmConfig
 from tpkernels.overlap import gemm_all_reduce
 from tpkernels.testing import RankError, assert_two_times, count_collectives
 
@@ -44,6 +47,25 @@ def exact(group, rows, columns, sizes, chunks):
 def test_exact_in_any_chunks_call_after_call(pool, world):
     for rows, columns, chunks in ((40, 24, 5), (9, 7, 3), (33, 40, None)):
         pool.run(exact, rows, columns, UNEVEN[world], chunks, world_size=world, env=SIGNALED)
+
+
+def with_tiles_of_its_own(group):
+    """Each rank cuts its GEMM into other tiles and runs another number of programs."""
+    from tests.kernels.interpreted import SMALL
+    from tpkernels.kernels import launch
+
+    config = (SMALL[0], GemmConfig(32, 16, 16), GemmConfig(64, 64, 16))[group.rank()]
+    with (
+        patch.object(launch, "default_config", lambda *_: config),
+        patch.object(launch, "_INTERPRETED_PROGRAMS", 1 + group.rank()),
+    ):
+        exact(group, 50, 40, UNEVEN[3], 3)
+
+
+@needs_interpreter
+def test_ranks_that_were_tuned_separately_neither_hang_nor_differ(pool):
+    """TP-46: what the ranks must agree on is the chunks, and those come from sizes alone."""
+    pool.run(with_tiles_of_its_own, world_size=3, env=SIGNALED)
 
 
 def in_low_precision(group):

@@ -223,8 +223,8 @@ def candidates(
 # --- in general, for the report and doctor --------------------------------------------------
 
 
-def resolve(device_type: str) -> tuple[str, str]:
-    """(implementation, reason) that serves the local ops on ``device_type`` now.
+def resolve(device_type: str, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
+    """(implementation, reason) that serves the local ops on ``device_type`` in ``dtype`` now.
 
     On CUDA that is decided call by call, and this is what serves what was not measured.
 
@@ -240,7 +240,7 @@ def resolve(device_type: str) -> tuple[str, str]:
         found = _automatic(Call("gemm_act", device_type, None, torch.float32, "gelu", True))
         return found.implementation, found.reason
     # A call that every implementation can serve if it can serve one.
-    call = Call("gemm_act", device_type, None, torch.float32, "relu", True)
+    call = Call("gemm_act", device_type, None, dtype, "relu", True)
     refused = refusal(name, call)
     if refused is not None:
         raise _cannot(name, refused)
@@ -280,12 +280,16 @@ def resolve_on(device: torch.device | DeviceDescription) -> list[tuple[str, str,
     return found
 
 
-def summary(device: torch.device | DeviceDescription) -> str:
-    """What serves the local ops on ``device`` in a few words, for the report."""
+def summary(device: torch.device | DeviceDescription, dtype: torch.dtype = torch.float32) -> str:
+    """What serves the local ops on ``device`` in a few words, for the report.
+
+    Raises:
+        ConfigError: an implementation was asked for that cannot serve ``dtype`` there.
+    """
     if isinstance(device, torch.device) and device.type != "cuda":
-        return resolve(device.type)[0]
+        return resolve(device.type, dtype)[0]
     if asked() != "auto":
-        return resolve("cuda")[0]
+        return resolve("cuda", dtype)[0]
     description = table.describe(device)
     winners = [row.winner for row in table.table_of(device).rows.values()]
     if not winners:

@@ -46,7 +46,7 @@ def gemm_all_reduce_signaled(
     Raises:
         ConfigError: the GEMM with tile counts cannot run on these tensors, and why.
     """
-    _check(x_MK, out_MN)
+    require_signaled(x_MK.device, x_MK.dtype, out_MN.dtype)
     from tpkernels.kernels.gemm_act import gemm_signaled
 
     chunks = plan.rows(out_MN.shape[0])
@@ -84,14 +84,16 @@ def gemm_all_reduce_signaled(
         lane.leave()
 
 
-def _check(x_MK: Tensor, out_MN: Tensor) -> None:
-    device = table.describe(x_MK.device) if x_MK.device.type == "cuda" else None
-    call = Call("gemm_act", x_MK.device.type, device, x_MK.dtype, "none", False)
-    refused = refusal("triton", call)
-    if refused is None and out_MN.dtype is not x_MK.dtype:
+def require_signaled(
+    device: torch.device, dtype: torch.dtype, reduce_dtype: torch.dtype | None = None
+) -> None:
+    """Raise :class:`ConfigError` unless the GEMM with tile counts can run on such tensors."""
+    described = table.describe(device) if device.type == "cuda" else None
+    refused = refusal("triton", Call("gemm_act", device.type, described, dtype, "none", False))
+    if refused is None and reduce_dtype not in (None, dtype):
         refused = Refusal(
-            f"its GEMM writes partial sums in the dtype of x, {x_MK.dtype}, and reduce_dtype is "
-            f"{out_MN.dtype}"
+            f"its GEMM writes partial sums in the dtype of x, {dtype}, and reduce_dtype is "
+            f"{reduce_dtype}"
         )
     if refused is not None:
         raise ConfigError(
