@@ -373,7 +373,7 @@ def asks_in_float64(group):
 @needs_interpreter
 def test_a_dtype_that_what_was_asked_for_lacks_raises_before_anything_changes(pool):
     env = {"TPKERNELS_GEMM": "triton", "TRITON_INTERPRET": "1"}
-    with pytest.raises(RankError, match="TPKERNELS_GEMM=triton was asked for and .*float64"):
+    with pytest.raises(RankError, match=r"TPKERNELS_GEMM=triton was asked for and .*float64"):
         pool.run(asks_in_float64, world_size=2, env=env)
 
 
