@@ -58,6 +58,7 @@ def test_aot_compiles_every_configuration(compiled):
 def test_aot_spills_nothing_and_fits_shared_memory(compiled):
     assert [name(r) for r in gemms(compiled) if r["spilled_bytes"]] == []
     assert [name(r) for r in compiled if r["shared"] > r["shared_limit"]] == []
+    assert [name(r) for r in gemms(compiled) if r["resident"] < r["blocks"]] == []
 
 
 def test_aot_uses_tensor_cores(compiled):

@@ -14,23 +14,29 @@ _BLOCK = 1024  # elements a program; 4 warps of 8 elements a thread
 
 
 @triton.jit
-def _act_grad(dy, pre, d_pre, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def _act_grad(
+    dy, pre, d_pre, count, ACT: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     dy_ = tl.load(dy + at, mask=inside).to(tl.float32)
     pre_ = tl.load(pre + at, mask=inside).to(tl.float32)
-    tl.store(d_pre + at, (dy_ * act_slope(pre_, ACT)).to(d_pre.dtype.element_ty), mask=inside)
+    product = dy_ * act_slope(pre_, ACT, PRECISE)
+    tl.store(d_pre + at, product.to(d_pre.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _glu_grad(dy, gate, up, d_gate, d_up, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def _glu_grad(
+    dy, gate, up, d_gate, d_up, count,
+    ACT: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     dy_ = tl.load(dy + at, mask=inside).to(tl.float32)
     gate_ = tl.load(gate + at, mask=inside).to(tl.float32)
     up_ = tl.load(up + at, mask=inside).to(tl.float32)
-    from_gate = dy_ * up_ * act_slope(gate_, ACT)
-    from_up = dy_ * act_value(gate_, ACT)
+    from_gate = dy_ * up_ * act_slope(gate_, ACT, PRECISE)
+    from_up = dy_ * act_value(gate_, ACT, PRECISE)
     tl.store(d_gate + at, from_gate.to(d_gate.dtype.element_ty), mask=inside)
     tl.store(d_up + at, from_up.to(d_up.dtype.element_ty), mask=inside)
 
@@ -57,7 +63,9 @@ def _over_elements(
     kernel: object, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], act: str
 ) -> None:
     count = outputs[0].numel()
+    precise = outputs[0].dtype is torch.float32
     if count:
         grid = (-(-count // _BLOCK),)
         contiguous = (tensor.contiguous() for tensor in inputs)
-        run(kernel, grid, *contiguous, *outputs, count, ACT=act, BLOCK=_BLOCK, num_warps=4)
+        constants = {"ACT": act, "PRECISE": precise, "BLOCK": _BLOCK}
+        run(kernel, grid, *contiguous, *outputs, count, **constants, num_warps=4)

@@ -2,7 +2,8 @@
 
     python -m tpkernels.kernels.compile_check [--all] [--json] [sm_80 sm_90 ...]
 
-Prints what each kernel takes, and exits with 1 if one spills registers or exceeds shared memory.
+Prints what each kernel takes, and exits with 1 if one spills registers, exceeds shared memory or
+is too large for as many blocks of it on a multiprocessor as its configuration says.
 """
 
 # M rows of the output, N its columns, K the summed dimension
@@ -18,13 +19,16 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import chain
 from multiprocessing import get_context
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tpkernels.kernels import available
 from tpkernels.kernels.config import GemmConfig, configs, default_config
 from tpkernels.reference import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from tpkernels.kernels.ahead_of_time import CompiledKernel
 
 SIZE = 4096  # any size does, divisible by 16 as those of real models are
 # Triton makes a kernel of its own for sizes of 1 and for those that 16 does not divide.
@@ -36,15 +40,17 @@ EDGES = (
     (7, 13, 5),
     (4097, 4099, 4101),
 )
-# Bytes of shared memory a block may take (CUDA C++ Programming Guide, compute capabilities).
+# KiB of shared memory that a block, and that all blocks of a multiprocessor may take (CUDA C++
+# Programming Guide, compute capabilities); 1 KiB of the latter a block is the system's.
 SHARED_LIMIT = {
-    (8, 0): 163 << 10,
-    (8, 6): 99 << 10,
-    (8, 9): 99 << 10,
-    (9, 0): 227 << 10,
-    (10, 0): 227 << 10,
-    (12, 0): 99 << 10,
+    (8, 0): (163, 164),
+    (8, 6): (99, 100),
+    (8, 9): (99, 100),
+    (9, 0): (227, 228),
+    (10, 0): (227, 228),
+    (12, 0): (99, 100),
 }
+REGISTERS = 65536  # of a multiprocessor
 # The most that each kernel can be asked for: biases, second outputs, the erf of "gelu".
 FULLEST = ("gemm_act_aux", "gemm_dact_dbias", "gemm_glu_aux", "gemm_dglu")
 REST = ("gemm_act", "gemm_signaled", "gemm_dact", "gemm_glu")
@@ -110,9 +116,17 @@ def compile_case(case: Case) -> list[dict[str, Any]]:
         "config": str(case.config),  # asked for; odd sizes take smaller tiles
         "sizes": case.sizes,
         "precision": "tf32" if case.dtype is torch.float32 and not ieee else "ieee",
-        "shared_limit": SHARED_LIMIT[case.capability],
+        "blocks": case.config.blocks,
+        "shared_limit": SHARED_LIMIT[case.capability][0] << 10,
     }
-    return [{**common, **asdict(kernel)} for kernel in compiled]
+    return [{**common, **asdict(kernel), "resident": resident(case, kernel)} for kernel in compiled]
+
+
+def resident(case: Case, kernel: CompiledKernel) -> int:
+    """Blocks of ``kernel`` that fit a multiprocessor at the same time."""
+    shared = (SHARED_LIMIT[case.capability][1] << 10) // (kernel.shared + (1 << 10))
+    registers = -(-kernel.registers // 8) * 8 * 32 * case.config.warps  # allocated by eights
+    return min(shared, REGISTERS // registers)
 
 
 def launch(case: Case) -> None:
@@ -153,9 +167,12 @@ def launch(case: Case) -> None:
 
 
 def is_unfit(row: dict[str, Any]) -> bool:
-    """Whether a kernel exceeds shared memory, or spills on sizes that are read in vectors."""
+    """Whether a kernel exceeds shared memory; of sizes that are read in vectors, also whether it
+    spills registers, or fewer blocks fit a multiprocessor than its configuration is made for.
+    """
     odd = any(size % 16 for size in row["sizes"])
-    return row["shared"] > row["shared_limit"] or (row["spilled_bytes"] > 0 and not odd)
+    wasteful = row["spilled_bytes"] > 0 or row["resident"] < row["blocks"]
+    return row["shared"] > row["shared_limit"] or (wasteful and not odd)
 
 
 def _capability(text: str) -> tuple[int, int]:
@@ -191,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
             kernels += 1
             unfit += is_unfit(row)
     if not options.json:
-        print(f"{kernels} kernels, {unfit} that spill registers or exceed shared memory")
+        print(f"{kernels} kernels, {unfit} that spill registers or do not fit")
     return 1 if unfit else 0
 
 
@@ -201,7 +218,8 @@ def text_of(row: dict[str, Any]) -> str:
         f"{row['architecture']:<6} {row['op']:<15} {row['dtype']:<8} {row['act']:<9} "
         f"{row['weight']} {row['config']:<26} {row['registers']:>3} registers, "
         f"{row['spilled_bytes']:>4} bytes spilled, {row['shared'] / 1024:5.1f} KiB of "
-        f"{row['shared_limit'] >> 10} KiB  {' '.join(row['instructions'])}"
+        f"{row['shared_limit'] >> 10} KiB, {row['resident']} at once  "
+        f"{' '.join(row['instructions'])}"
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tpkernels.errors import ConfigError
 
-_TEXT = re.compile(r"(\d+)x(\d+)x(\d+) g(\d+) s(\d+) w(\d+)(?: e(\d+))?( tma)?")
+_TEXT = re.compile(r"(\d+)x(\d+)x(\d+) g(\d+) s(\d+) w(\d+)(?: e(\d+))?(?: b(\d+))?( tma)?")
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class GemmConfig:
         group_m: rows of tiles that are walked together, so that L2 keeps their inputs.
         stages: tiles of the inputs in flight. warps: warps of a program.
         epilogue: parts that the epilogue is cut into, so that it fits the registers.
+        blocks: programs that share a multiprocessor, so that one's epilogue runs beside the
+            other's products.
         tma: move tiles by the copy engine (sm_90 and newer) where the operands are aligned for it.
     """
 
@@ -33,12 +35,15 @@ class GemmConfig:
     stages: int = 3
     warps: int = 8
     epilogue: int = 1
+    blocks: int = 1
     tma: bool = False
 
     def __str__(self) -> str:
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         text = f"{tile} g{self.group_m} s{self.stages} w{self.warps}"
-        return text + (f" e{self.epilogue}" if self.epilogue > 1 else "") + " tma" * self.tma
+        text += f" e{self.epilogue}" if self.epilogue > 1 else ""
+        text += f" b{self.blocks}" if self.blocks > 1 else ""
+        return text + " tma" * self.tma
 
     @property
     def volume(self) -> int:
@@ -58,9 +63,8 @@ class GemmConfig:
                 f"{text!r} is not a tile configuration; allowed: a text like "
                 f"'{GemmConfig(128, 128, 64, tma=True)}'"
             )
-        *numbers, epilogue, tma = match.groups(default="")
-        block_m, block_n, block_k, group_m, stages, warps = map(int, numbers)
-        return cls(block_m, block_n, block_k, group_m, stages, warps, int(epilogue or 1), bool(tma))
+        *numbers, tma = match.groups(default="")
+        return cls(*[int(number or 1) for number in numbers], tma=bool(tma))  # type: ignore
 
 
 def _list(*texts: str) -> tuple[GemmConfig, ...]:
@@ -69,72 +73,74 @@ def _list(*texts: str) -> tuple[GemmConfig, ...]:
 
 # From the largest tile to the smallest, those that compile without spilled registers and within
 # shared memory (checked ahead of time by the tests): what is left for a measurement to decide.
-# More parts of the epilogue where it holds more at once: the slope needs the pre-activation.
+# More parts of the epilogue where it holds more at once: the slope needs the pre-activation. Two
+# programs on a multiprocessor (b2) hide epilogues, which smaller K leaves longer in comparison.
 _HOPPER_16BIT = {  # wgmma from 64 rows; the copy engine moves the tiles
     "gemm_act": _list(
         "128x256x64 g8 s4 w8 e2 tma",
         "256x128x64 g8 s3 w8 e2 tma",
         "128x128x64 g8 s4 w8 tma",
-        "64x256x64 g8 s4 w8 tma",
-        "64x128x64 g8 s4 w4 tma",
-        "64x64x128 g8 s4 w4 tma",
+        "128x128x64 g8 s3 w4 e2 b2 tma",
+        "128x128x64 g8 s3 w8 e2 b2 tma",
+        "64x256x64 g8 s2 w4 e2 b2 tma",
+        "64x128x64 g8 s3 w4 b2 tma",
+        "64x64x128 g8 s3 w4 b2 tma",
         "16x128x128 g8 s4 w4 tma",
     ),
     "gemm_dact": _list(
         "128x256x64 g8 s3 w8 e4 tma",
         "256x128x64 g8 s3 w8 e4 tma",
         "128x128x64 g8 s4 w8 e2 tma",
-        "64x256x64 g8 s3 w8 e2 tma",
-        "64x128x64 g8 s4 w4 e2 tma",
-        "64x64x128 g8 s4 w4 tma",
+        "128x128x64 g8 s3 w8 e4 b2 tma",
+        "64x256x64 g8 s2 w4 e2 b2 tma",
+        "64x128x64 g8 s3 w4 b2 tma",
+        "64x64x128 g8 s3 w4 b2 tma",
         "16x128x128 g8 s4 w4 tma",
     ),
     "gemm_glu": _list(
         "128x128x64 g8 s4 w8 e2 tma",
         "128x128x64 g8 s3 w8 e2 tma",
-        "64x128x64 g8 s4 w8 tma",
-        "64x128x64 g8 s3 w4 e2 tma",
-        "64x64x64 g8 s4 w4 tma",
+        "128x64x64 g8 s3 w4 e2 b2 tma",
+        "64x128x64 g8 s2 w4 e2 b2 tma",
+        "64x64x64 g8 s3 w4 b2 tma",
         "16x64x128 g8 s4 w4 tma",
     ),
     "gemm_dglu": _list(
         "128x256x64 g8 s3 w8 e8 tma",
         "256x128x64 g8 s3 w8 e8 tma",
         "128x128x64 g8 s4 w8 e2 tma",
-        "64x256x64 g8 s3 w8 e2 tma",
-        "64x128x64 g8 s4 w4 e2 tma",
-        "64x64x128 g8 s4 w4 tma",
+        "64x128x64 g8 s4 w4 e2 b2 tma",
+        "64x64x128 g8 s3 w4 b2 tma",
         "16x128x128 g8 s4 w4 tma",
     ),
 }
 _AMPERE_16BIT = {  # mma.sync and cp.async; within 99 KB, the least that sm_86 and sm_89 have
     "gemm_act": _list(
         "128x256x32 g8 s3 w8 e2",
-        "128x128x32 g8 s4 w8",
-        "64x256x32 g8 s4 w8",
-        "64x128x64 g8 s4 w4",
-        "64x64x64 g8 s4 w4",
+        "128x128x32 g8 s4 w8 e2",
+        "128x128x32 g8 s3 w4 e2 b2",
+        "64x128x64 g8 s3 w4 b2",
+        "64x64x64 g8 s4 w4 b2",
         "16x128x128 g8 s3 w4",
     ),
     "gemm_dact": _list(
         "128x256x32 g8 s3 w8 e4",
         "128x128x32 g8 s4 w8 e2",
-        "64x256x32 g8 s4 w8 e2",
-        "64x128x64 g8 s4 w4 e2",
-        "64x64x64 g8 s4 w4",
+        "64x128x32 g8 s4 w4 e2 b2",
+        "64x64x64 g8 s4 w4 b2",
         "16x128x128 g8 s3 w4",
     ),
     "gemm_glu": _list(
         "64x128x32 g8 s4 w8",
-        "64x64x64 g8 s3 w4",
+        "128x64x32 g8 s3 w4 e2 b2",
+        "64x64x64 g8 s3 w4 b2",
         "16x64x128 g8 s3 w4",
     ),
     "gemm_dglu": _list(
         "128x256x32 g8 s3 w8 e8",
         "128x128x32 g8 s4 w8 e2",
-        "64x256x32 g8 s4 w8 e2",
-        "64x128x64 g8 s4 w4 e2",
-        "64x64x64 g8 s4 w4",
+        "64x128x32 g8 s4 w4 e2 b2",
+        "64x64x64 g8 s4 w4 b2",
         "16x128x128 g8 s3 w4",
     ),
 }
@@ -192,8 +198,8 @@ def default_config(
 ) -> GemmConfig:
     """The configuration where nothing was measured: by size alone, the same on every rank.
 
-    The largest tile that is not mostly outside of m rows and still gives every multiprocessor
-    one; else the smallest. Float32 without tf32 always takes the last, which needs no tensor cores.
+    The first of the list that is not mostly outside of m rows and gives every program a tile;
+    else one of the smallest. Float32 without tf32 takes the last, which needs no tensor cores.
     """
     candidates = configs(op, dtype, capability)
     if dtype is torch.float32 and not float32_is_tf32():
@@ -202,7 +208,7 @@ def default_config(
         return candidates[0]
     for config in candidates:
         tiles = -(-m // config.block_m) * -(-n // config.block_n)
-        if config.block_m < 2 * m and tiles >= _PROGRAMS:
+        if config.block_m < 2 * m and tiles >= _PROGRAMS * config.blocks:
             return config
     return candidates[-1] if m <= candidates[-1].block_m else candidates[-2]
 

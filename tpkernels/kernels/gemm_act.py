@@ -17,31 +17,34 @@ from tpkernels.kernels.tile_counters import TileCounters, count_tile
 
 @triton.jit
 def _epilogue(
-    acc, bias, y, pre, m, n, M, N, ACT: tl.constexpr, AUX: tl.constexpr, PARTS: tl.constexpr,
+    acc, bias, y, pre, m, n, M, N,
+    ACT: tl.constexpr, PRECISE: tl.constexpr, AUX: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA_OUT: tl.constexpr,
 ):  # fmt: skip
     if PARTS > 1:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = halves(acc, BLOCK_M, BLOCK_N)
         _epilogue(
-            left, bias, y, pre, m, n, M, N, ACT, AUX, PARTS // 2, BLOCK_M, HALF, TMA_OUT
+            left, bias, y, pre, m, n, M, N, ACT, PRECISE, AUX, PARTS // 2,
+            BLOCK_M, HALF, TMA_OUT,
         )  # fmt: skip
         _epilogue(
-            right, bias, y, pre, m, n + HALF, M, N, ACT, AUX, PARTS // 2, BLOCK_M, HALF, TMA_OUT
+            right, bias, y, pre, m, n + HALF, M, N, ACT, PRECISE, AUX, PARTS // 2,
+            BLOCK_M, HALF, TMA_OUT,
         )  # fmt: skip
     else:
         if bias is not None:
             acc += load_row(bias, n, N, BLOCK_N)
         if AUX:
             store_tile(pre, m, n, acc, M, N, BLOCK_M, BLOCK_N, TMA_OUT)
-        store_tile(y, m, n, act_value(acc, ACT), M, N, BLOCK_M, BLOCK_N, TMA_OUT)
+        store_tile(y, m, n, act_value(acc, ACT, PRECISE), M, N, BLOCK_M, BLOCK_N, TMA_OUT)
 
 
 @triton.jit
 def _gemm_act(
     a, b, bias, y, pre, finished, M, N, K, a_stride_m, a_stride_k, b_stride_n, b_stride_k,
     chunk_rows, PROGRAMS: tl.constexpr,
-    ACT: tl.constexpr, AUX: tl.constexpr, SIGNAL: tl.constexpr,
+    ACT: tl.constexpr, PRECISE: tl.constexpr, AUX: tl.constexpr, SIGNAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EPILOGUE: tl.constexpr, B_IS_KN: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
@@ -56,7 +59,7 @@ def _gemm_act(
             BLOCK_M, BLOCK_N, BLOCK_K, B_IS_KN, TMA, PRECISION, WIDEN,
         )  # fmt: skip
         _epilogue(
-            acc, bias, y, pre, m, n, M, N, ACT, AUX, EPILOGUE, BLOCK_M, BLOCK_N, TMA_OUT
+            acc, bias, y, pre, m, n, M, N, ACT, PRECISE, AUX, EPILOGUE, BLOCK_M, BLOCK_N, TMA_OUT
         )  # fmt: skip
         if SIGNAL:
             count_tile(finished, m, M, chunk_rows, BLOCK_M)

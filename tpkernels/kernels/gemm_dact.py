@@ -18,7 +18,7 @@ from tpkernels.kernels.tile import halves, load_tile, multiply, store_tile, tile
 @triton.jit
 def _epilogue(
     acc, pre, pre_stride_m, pre_stride_n, dh, column_sums, m, n, tile_m, M, N,
-    ACT: tl.constexpr, DBIAS: tl.constexpr, PARTS: tl.constexpr,
+    ACT: tl.constexpr, PRECISE: tl.constexpr, DBIAS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA_PRE: tl.constexpr, TMA_OUT: tl.constexpr,
 ):  # fmt: skip
     if PARTS > 1:
@@ -26,18 +26,18 @@ def _epilogue(
         left, right = halves(acc, BLOCK_M, BLOCK_N)
         _epilogue(
             left, pre, pre_stride_m, pre_stride_n, dh, column_sums, m, n, tile_m, M, N,
-            ACT, DBIAS, PARTS // 2, BLOCK_M, HALF, TMA_PRE, TMA_OUT,
+            ACT, PRECISE, DBIAS, PARTS // 2, BLOCK_M, HALF, TMA_PRE, TMA_OUT,
         )  # fmt: skip
         _epilogue(
             right, pre, pre_stride_m, pre_stride_n, dh, column_sums, m, n + HALF, tile_m, M, N,
-            ACT, DBIAS, PARTS // 2, BLOCK_M, HALF, TMA_PRE, TMA_OUT,
+            ACT, PRECISE, DBIAS, PARTS // 2, BLOCK_M, HALF, TMA_PRE, TMA_OUT,
         )  # fmt: skip
     else:
         if ACT != "none":
             pre_MN = load_tile(
                 pre, m, n, pre_stride_m, pre_stride_n, M, N, BLOCK_M, BLOCK_N, TMA_PRE
             )
-            acc = acc * act_slope(pre_MN.to(tl.float32), ACT)
+            acc = acc * act_slope(pre_MN.to(tl.float32), ACT, PRECISE)
         store_tile(dh, m, n, acc, M, N, BLOCK_M, BLOCK_N, TMA_OUT)
         if DBIAS:  # rows past M are zero: their products are, and the slope there is finite
             columns = n + tl.arange(0, BLOCK_N)
@@ -49,7 +49,7 @@ def _epilogue(
 def _gemm_dact(
     a, b, pre, dh, column_sums, M, N, K, a_stride_m, a_stride_k, b_stride_n, b_stride_k,
     pre_stride_m, pre_stride_n, PROGRAMS: tl.constexpr,
-    ACT: tl.constexpr, DBIAS: tl.constexpr,
+    ACT: tl.constexpr, PRECISE: tl.constexpr, DBIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EPILOGUE: tl.constexpr, B_IS_KN: tl.constexpr, TMA: tl.constexpr,
     TMA_PRE: tl.constexpr, TMA_OUT: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
@@ -64,7 +64,7 @@ def _gemm_dact(
         )  # fmt: skip
         _epilogue(
             acc, pre, pre_stride_m, pre_stride_n, dh, column_sums, m, n, tile_m, M, N,
-            ACT, DBIAS, EPILOGUE, BLOCK_M, BLOCK_N, TMA_PRE, TMA_OUT,
+            ACT, PRECISE, DBIAS, EPILOGUE, BLOCK_M, BLOCK_N, TMA_PRE, TMA_OUT,
         )  # fmt: skip
 
 

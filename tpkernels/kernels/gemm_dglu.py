@@ -17,34 +17,34 @@ from tpkernels.kernels.tile import halves, load_tile, multiply, store_tile, tile
 @triton.jit
 def _epilogue(
     acc, gate, up, in_stride_m, in_stride_n, d_gate, d_up, m, n, M, N,
-    ACT: tl.constexpr, PARTS: tl.constexpr,
+    ACT: tl.constexpr, PRECISE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA_IN: tl.constexpr, TMA_OUT: tl.constexpr,
 ):  # fmt: skip
     if PARTS > 1:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = halves(acc, BLOCK_M, BLOCK_N)
         _epilogue(
-            left, gate, up, in_stride_m, in_stride_n, d_gate, d_up, m, n, M, N, ACT, PARTS // 2,
-            BLOCK_M, HALF, TMA_IN, TMA_OUT,
+            left, gate, up, in_stride_m, in_stride_n, d_gate, d_up, m, n, M, N, ACT, PRECISE,
+            PARTS // 2, BLOCK_M, HALF, TMA_IN, TMA_OUT,
         )  # fmt: skip
         _epilogue(
             right, gate, up, in_stride_m, in_stride_n, d_gate, d_up, m, n + HALF, M, N, ACT,
-            PARTS // 2, BLOCK_M, HALF, TMA_IN, TMA_OUT,
+            PRECISE, PARTS // 2, BLOCK_M, HALF, TMA_IN, TMA_OUT,
         )  # fmt: skip
     else:
         gate_MN = load_tile(gate, m, n, in_stride_m, in_stride_n, M, N, BLOCK_M, BLOCK_N, TMA_IN)
         gate_MN = gate_MN.to(tl.float32)
-        d_up_MN = acc * act_value(gate_MN, ACT)
+        d_up_MN = acc * act_value(gate_MN, ACT, PRECISE)
         store_tile(d_up, m, n, d_up_MN, M, N, BLOCK_M, BLOCK_N, TMA_OUT)
         up_MN = load_tile(up, m, n, in_stride_m, in_stride_n, M, N, BLOCK_M, BLOCK_N, TMA_IN)
-        d_gate_MN = acc * up_MN.to(tl.float32) * act_slope(gate_MN, ACT)
+        d_gate_MN = acc * up_MN.to(tl.float32) * act_slope(gate_MN, ACT, PRECISE)
         store_tile(d_gate, m, n, d_gate_MN, M, N, BLOCK_M, BLOCK_N, TMA_OUT)
 
 
 @triton.jit
 def _gemm_dglu(
     a, b, gate, up, d_gate, d_up, M, N, K, a_stride_m, a_stride_k, b_stride_n, b_stride_k,
-    in_stride_m, in_stride_n, PROGRAMS: tl.constexpr, ACT: tl.constexpr,
+    in_stride_m, in_stride_n, PROGRAMS: tl.constexpr, ACT: tl.constexpr, PRECISE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EPILOGUE: tl.constexpr, B_IS_KN: tl.constexpr, TMA: tl.constexpr,
     TMA_IN: tl.constexpr, TMA_OUT: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
@@ -58,8 +58,8 @@ def _gemm_dglu(
             BLOCK_M, BLOCK_N, BLOCK_K, B_IS_KN, TMA, PRECISION, WIDEN,
         )  # fmt: skip
         _epilogue(
-            acc, gate, up, in_stride_m, in_stride_n, d_gate, d_up, m, n, M, N, ACT, EPILOGUE,
-            BLOCK_M, BLOCK_N, TMA_IN, TMA_OUT,
+            acc, gate, up, in_stride_m, in_stride_n, d_gate, d_up, m, n, M, N, ACT, PRECISE,
+            EPILOGUE, BLOCK_M, BLOCK_N, TMA_IN, TMA_OUT,
         )  # fmt: skip
 
 

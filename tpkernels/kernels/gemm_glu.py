@@ -17,7 +17,7 @@ from tpkernels.kernels.tile import halves, load_row, multiply_twice, store_tile,
 @triton.jit
 def _epilogue(
     acc_gate, acc_up, b_gate, b_up, y, gate, up, m, n, M, N,
-    ACT: tl.constexpr, AUX: tl.constexpr, PARTS: tl.constexpr,
+    ACT: tl.constexpr, PRECISE: tl.constexpr, AUX: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA_OUT: tl.constexpr,
 ):  # fmt: skip
     if PARTS > 1:
@@ -25,11 +25,11 @@ def _epilogue(
         left_gate, right_gate = halves(acc_gate, BLOCK_M, BLOCK_N)
         left_up, right_up = halves(acc_up, BLOCK_M, BLOCK_N)
         _epilogue(
-            left_gate, left_up, b_gate, b_up, y, gate, up, m, n, M, N, ACT, AUX, PARTS // 2,
-            BLOCK_M, HALF, TMA_OUT,
+            left_gate, left_up, b_gate, b_up, y, gate, up, m, n, M, N, ACT, PRECISE, AUX,
+            PARTS // 2, BLOCK_M, HALF, TMA_OUT,
         )  # fmt: skip
         _epilogue(
-            right_gate, right_up, b_gate, b_up, y, gate, up, m, n + HALF, M, N, ACT, AUX,
+            right_gate, right_up, b_gate, b_up, y, gate, up, m, n + HALF, M, N, ACT, PRECISE, AUX,
             PARTS // 2, BLOCK_M, HALF, TMA_OUT,
         )  # fmt: skip
     else:
@@ -40,14 +40,15 @@ def _epilogue(
         if AUX:
             store_tile(gate, m, n, acc_gate, M, N, BLOCK_M, BLOCK_N, TMA_OUT)
             store_tile(up, m, n, acc_up, M, N, BLOCK_M, BLOCK_N, TMA_OUT)
-        store_tile(y, m, n, act_value(acc_gate, ACT) * acc_up, M, N, BLOCK_M, BLOCK_N, TMA_OUT)
+        y_MN = act_value(acc_gate, ACT, PRECISE) * acc_up
+        store_tile(y, m, n, y_MN, M, N, BLOCK_M, BLOCK_N, TMA_OUT)
 
 
 @triton.jit
 def _gemm_glu(
     a, b0, b1, b_gate, b_up, y, gate, up, M, N, K, a_stride_m, a_stride_k,
     b0_stride_n, b0_stride_k, b1_stride_n, b1_stride_k, PROGRAMS: tl.constexpr,
-    ACT: tl.constexpr, AUX: tl.constexpr,
+    ACT: tl.constexpr, PRECISE: tl.constexpr, AUX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EPILOGUE: tl.constexpr, B_IS_KN: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
@@ -62,7 +63,7 @@ def _gemm_glu(
             BLOCK_M, BLOCK_N, BLOCK_K, B_IS_KN, TMA, PRECISION, WIDEN,
         )  # fmt: skip
         _epilogue(
-            acc_gate, acc_up, b_gate, b_up, y, gate, up, m, n, M, N, ACT, AUX, EPILOGUE,
+            acc_gate, acc_up, b_gate, b_up, y, gate, up, m, n, M, N, ACT, PRECISE, AUX, EPILOGUE,
             BLOCK_M, BLOCK_N, TMA_OUT,
         )  # fmt: skip
 

@@ -155,9 +155,10 @@ class Gemm:
         return TensorDescriptor.from_tensor(tensor, list(block)) if tma else tensor
 
     def programs(self, spare: int = 0) -> int:
-        """Programs of the persistent grid."""
+        """Programs of the persistent grid, which leaves ``spare`` multiprocessors to others."""
         tiles = -(-self.M // self.config.block_m) * -(-self.N // self.config.block_n)
-        return max(1, min(tiles, _multiprocessors(self._like.device) - spare))
+        multiprocessors = _multiprocessors(self._like.device) - spare
+        return max(1, min(tiles, multiprocessors * self.config.blocks))
 
     def launch(
         self, kernel: Any, *args: Any, programs: int | None = None, **constants: Any
@@ -177,6 +178,7 @@ class Gemm:
             B_IS_KN=self.b_is_kn,
             TMA=self.tma,
             PRECISION="tf32" if float32_is_tf32() else "ieee",
+            PRECISE=self._like.dtype is torch.float32,
             WIDEN=available.interpreting(),
             num_warps=config.warps,
             num_stages=config.stages,
