@@ -71,7 +71,7 @@ def test_gemm_gelu(data, m, n, k, dtype, x_layout, w_layout, act, seed):
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=50)
 @given(st.data(), sizes, sizes, sizes, dtypes, layouts, layouts, activations, seeds)
 def test_gemm_dact(data, m, n, k, dtype, w_layout, pre_layout, act, seed):
     dbias = data.draw(st.booleans())
@@ -87,7 +87,7 @@ def test_gemm_dact(data, m, n, k, dtype, w_layout, pre_layout, act, seed):
     judge(results, plain(dy, w, pre), plain(*wide(dy, w, pre)), ("dh", "dbias")[: len(results)])
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(st.data(), sizes, sizes, sizes, dtypes, layouts, layouts, activations, seeds)
 def test_gemm_glu(data, m, n, k, dtype, gate_layout, up_layout, act, seed):
     aux, with_bias = data.draw(st.booleans()), data.draw(st.booleans())
@@ -105,7 +105,7 @@ def test_gemm_glu(data, m, n, k, dtype, gate_layout, up_layout, act, seed):
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(st.data(), sizes, sizes, sizes, dtypes, layouts, layouts, activations, seeds)
 def test_gemm_dglu(data, m, n, k, dtype, gate_layout, up_layout, act, seed):
     dy, w = matrix(m, k, dtype, "contiguous", seed), matrix(k, n, dtype, "contiguous", seed + 1)
@@ -119,7 +119,7 @@ def test_gemm_dglu(data, m, n, k, dtype, gate_layout, up_layout, act, seed):
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(sizes, sizes, dtypes, layouts, activations, seeds)
 def test_element_wise_gradients(m, n, dtype, layout, act, seed):
     dy, gate, up = (matrix(m, n, dtype, layout, seed + i) for i in range(3))
