@@ -139,7 +139,7 @@ _AMPERE_16BIT = {  # mma.sync and cp.async; within 99 KB, the least that sm_86 a
     "gemm_dglu": _list(
         "128x256x32 g8 s3 w8 e8",
         "128x128x32 g8 s4 w8 e2",
-        "64x128x32 g8 s4 w4 e2 b2",
+        "64x128x32 g8 s4 w4 e4 b2",
         "64x64x64 g8 s4 w4 b2",
         "16x128x128 g8 s3 w4",
     ),
