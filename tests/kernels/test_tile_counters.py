@@ -80,3 +80,10 @@ def test_chunks_that_do_not_fit_are_refused_with_the_size_that_does():
         gemm_signaled(x, w, out, counters, 3, config=SMALL[0])
     with pytest.raises(ConfigError, match="chunk_rows=0 must be at least 1"):
         gemm_signaled(x, w, out, counters, 0, config=SMALL[0])
+
+
+def test_an_output_that_does_not_fit_is_refused():
+    counters, x, w = TileCounters(CPU), torch.randn(3, 4), torch.randn(5, 4)
+    for out in (torch.empty(2, 5), torch.empty(3, 5).half(), torch.empty(5, 3).t()):
+        with pytest.raises(ConfigError, match=r"gemm_signaled: out must be"):
+            gemm_signaled(x, w, out, counters, 2)

@@ -189,6 +189,50 @@ def test_a_dtype_that_the_kernels_lack_is_refused():
             call()
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t: gemm_act(t(3, 4), t(5, 6), None, "gelu"), r"\(5, 6\) was given where \(5, 4\)"),
+        (lambda t: gemm_act(t(3, 4), t(5, 4), t(1, 4)[0], "gelu"), r"bias must be \(5,\)"),
+        (lambda t: gemm_act(t(3, 4), t(5, 4).half(), None, "gelu"), "all need one dtype"),
+        (lambda t: gemm_dact(t(3, 4), t(4, 5), t(2, 5), "gelu"), r"\(2, 5\) was given where \(3"),
+        (lambda t: gemm_glu(t(3, 4), t(5, 4), t(6, 4), None, None, "silu"), r"\(6, 4\) was given"),
+        (lambda t: gemm_dglu(t(3, 4), t(4, 5), t(3, 5), t(3, 6), "silu"), r"\(3, 6\) was given"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_before_they_are_read(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call(torch.ones)
+
+
+def test_an_infinite_weight_s_bias_gradient_is_infinite():
+    """Rows past M are zeros, and zero times infinity is not a number."""
+    dy, w, pre = torch.ones(3, 4), torch.ones(4, 5), torch.ones(3, 5)
+    w[0, 2] = torch.inf
+    for config in SMALL:
+        dh, dbias = gemm_dact(dy, w, pre, "relu", dbias=True, config=config)
+        assert torch.equal(dbias, dh.sum(0)) and dbias.isinf().sum() == 1
+
+
+def test_tf32_is_rounded_and_not_cut_off():
+    setting = torch.backends.cuda.matmul
+    before, setting.fp32_precision = setting.fp32_precision, "tf32"
+    try:
+        x, w = (
+            matrix(40, 64, torch.float32, "contiguous", 1),
+            matrix(24, 64, torch.float32, "contiguous", 2),
+        )
+        x[0, 0], x[1, 0] = torch.nan, torch.inf
+        for config in SMALL:
+            y = gemm_act(x, w, None, "none", config=config)
+            assert y[0].isnan().all() and y[1].isinf().all()
+            truth = x[2:].double() @ w.t().double()
+            error = float((y[2:] - truth).norm() / truth.norm())
+            assert 1.5e-4 < error < 3.5e-4  # 2.95e-4 by rounding to 10 bits, 7.7e-4 by cutting off
+    finally:
+        setting.fp32_precision = before
+
+
 def test_offsets_beyond_two_to_the_31_elements():
     """TP-47, TP-56: a row that begins 2^31 elements on, in inputs of few rows."""
     rows_apart = 1 << 30

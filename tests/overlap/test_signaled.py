@@ -35,7 +35,7 @@ def exact(group, rows, columns, sizes, chunks):
             y = gemm_all_reduce(*own, name, chunks=chunks)
         torch.testing.assert_close(y, F.linear(x, weight, bias), atol=0, rtol=0)
         assert sent["all_reduce"].bytes == y.numel() * 4
-        assert sent["all_reduce"].calls == min(chunks or 4, rows + call)
+        assert sent["all_reduce"].calls <= min(chunks or 4, rows + call, 64)
         dx, dweight, dbias = torch.autograd.grad(y, own, torch.ones_like(y))
         assert torch.equal(dx, torch.ones_like(y) @ own[1])
         assert torch.equal(dweight, torch.ones_like(y).t() @ own[0])
@@ -45,7 +45,7 @@ def exact(group, rows, columns, sizes, chunks):
 @needs_interpreter
 @pytest.mark.parametrize("world", [2, 3])
 def test_exact_in_any_chunks_call_after_call(pool, world):
-    for rows, columns, chunks in ((40, 24, 5), (9, 7, 3), (33, 40, None)):
+    for rows, columns, chunks in ((40, 24, 5), (9, 7, 3), (33, 40, None), (70, 8, 200)):
         pool.run(exact, rows, columns, UNEVEN[world], chunks, world_size=world, env=SIGNALED)
 
 

@@ -116,7 +116,7 @@ _HOPPER_16BIT = {  # wgmma from 64 rows; the copy engine moves the tiles
 }
 _AMPERE_16BIT = {  # mma.sync and cp.async; within 99 KB, the least that sm_86 and sm_89 have
     "gemm_act": _list(
-        "128x256x32 g8 s3 w8 e2",
+        "128x256x32 g8 s3 w8 e4",
         "128x128x32 g8 s4 w8 e2",
         "128x128x32 g8 s3 w4 e2 b2",
         "64x128x64 g8 s3 w4 b2",

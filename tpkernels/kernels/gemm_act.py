@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tpkernels.errors import ConfigError
 from tpkernels.kernels.config import GemmConfig
 from tpkernels.kernels.epilogue import act_value
 from tpkernels.kernels.launch import Gemm
@@ -43,7 +44,7 @@ def _epilogue(
 @triton.jit
 def _gemm_act(
     a, b, bias, y, pre, finished, M, N, K, a_stride_m, a_stride_k, b_stride_n, b_stride_k,
-    chunk_rows, PROGRAMS: tl.constexpr,
+    chunk_rows,
     ACT: tl.constexpr, PRECISE: tl.constexpr, AUX: tl.constexpr, SIGNAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EPILOGUE: tl.constexpr, B_IS_KN: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr,
@@ -51,7 +52,7 @@ def _gemm_act(
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     # Flattened, so that the loads of the next tile run beside the epilogue of this one.
-    for index in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+    for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_at(index, tiles_m, tiles_n, GROUP_M)
         m, n = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = multiply(
@@ -118,6 +119,15 @@ def gemm_signaled(
         Tiles that each chunk ``[i * chunk_rows, (i + 1) * chunk_rows)`` consists of.
     """
     gemm = Gemm("gemm_signaled", x_MK, weight_NK, config)
+    if out_MN.shape != (gemm.M, gemm.N) or out_MN.dtype is not x_MK.dtype:
+        raise ConfigError(
+            f"gemm_signaled: out must be {(gemm.M, gemm.N)} {x_MK.dtype}, got "
+            f"{tuple(out_MN.shape)} {out_MN.dtype}"
+        )
+    if not out_MN.is_contiguous():
+        raise ConfigError(
+            f"gemm_signaled: out must be contiguous, its strides are {out_MN.stride()}"
+        )
     expected = counters.expect(gemm.M, gemm.N, chunk_rows, gemm.config)
     if not gemm.empty:
         _launch(gemm, None, "none", out_MN, None, counters.finished, chunk_rows, spare_programs)
@@ -143,7 +153,7 @@ def _launch(
         _gemm_act,
         gemm.a,
         gemm.b,
-        None if bias_N is None else bias_N.contiguous(),
+        gemm.row(bias_N),
         gemm.tile_of(y, block, tma_out),
         None if pre is None else gemm.tile_of(pre, block, tma_out),
         finished,
@@ -152,7 +162,7 @@ def _launch(
         gemm.K,
         *gemm.strides,
         chunk_rows,
-        programs=gemm.programs(spare_programs),
+        spare=spare_programs,
         ACT=act,
         AUX=pre is not None,
         SIGNAL=finished is not None,

@@ -39,8 +39,9 @@ def _epilogue(
             )
             acc = acc * act_slope(pre_MN.to(tl.float32), ACT, PRECISE)
         store_tile(dh, m, n, acc, M, N, BLOCK_M, BLOCK_N, TMA_OUT)
-        if DBIAS:  # rows past M are zero: their products are, and the slope there is finite
-            columns = n + tl.arange(0, BLOCK_N)
+        if DBIAS:
+            rows, columns = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
+            acc = tl.where((rows < M)[:, None], acc, 0.0)  # zero times an infinite weight is not
             at = tile_m.to(tl.int64) * N + columns
             tl.store(column_sums + at, tl.sum(acc, 0), mask=columns < N)
 
@@ -48,14 +49,14 @@ def _epilogue(
 @triton.jit
 def _gemm_dact(
     a, b, pre, dh, column_sums, M, N, K, a_stride_m, a_stride_k, b_stride_n, b_stride_k,
-    pre_stride_m, pre_stride_n, PROGRAMS: tl.constexpr,
+    pre_stride_m, pre_stride_n,
     ACT: tl.constexpr, PRECISE: tl.constexpr, DBIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EPILOGUE: tl.constexpr, B_IS_KN: tl.constexpr, TMA: tl.constexpr,
     TMA_PRE: tl.constexpr, TMA_OUT: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    for index in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+    for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_at(index, tiles_m, tiles_n, GROUP_M)
         m, n = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = multiply(
@@ -90,7 +91,7 @@ def gemm_dact(
         tile by tile in a fixed order: the same bits every time.
     """
     op = "gemm_dact_dbias" if dbias else "gemm_dact"
-    gemm = Gemm(op, dy_MK, weight_KN.t(), config)
+    gemm = Gemm(op, dy_MK, weight_KN.t(), config, epilogue=(pre_MN,))
     dh = gemm.new_output()
     tiles_m = -(-gemm.M // gemm.config.block_m)
     sums = dh.new_empty(tiles_m, gemm.N, dtype=torch.float32) if dbias else None

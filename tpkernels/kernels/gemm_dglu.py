@@ -44,13 +44,13 @@ def _epilogue(
 @triton.jit
 def _gemm_dglu(
     a, b, gate, up, d_gate, d_up, M, N, K, a_stride_m, a_stride_k, b_stride_n, b_stride_k,
-    in_stride_m, in_stride_n, PROGRAMS: tl.constexpr, ACT: tl.constexpr, PRECISE: tl.constexpr,
+    in_stride_m, in_stride_n, ACT: tl.constexpr, PRECISE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EPILOGUE: tl.constexpr, B_IS_KN: tl.constexpr, TMA: tl.constexpr,
     TMA_IN: tl.constexpr, TMA_OUT: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    for index in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+    for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_at(index, tiles_m, tiles_n, GROUP_M)
         m, n = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = multiply(
@@ -83,11 +83,11 @@ def gemm_dglu(
     Returns:
         Two [M, N] of dy's dtype, contiguous.
     """
-    gemm = Gemm("gemm_dglu", dy_MK, weight_KN.t(), config)
+    if gate_MN.stride() != up_MN.stride():
+        gate_MN, up_MN = gate_MN.contiguous(), up_MN.contiguous()
+    gemm = Gemm("gemm_dglu", dy_MK, weight_KN.t(), config, epilogue=(gate_MN, up_MN))
     d_gate, d_up = gemm.new_output(), gemm.new_output()
     if not gemm.empty:
-        if gate_MN.stride() != up_MN.stride():
-            gate_MN, up_MN = gate_MN.contiguous(), up_MN.contiguous()
         tma_out = gemm.tma_output()
         tma_in = gemm.tma_input(gate_MN) and gemm.tma_input(up_MN)
         block = (gemm.config.block_m, gemm.config.block_n // gemm.config.epilogue)

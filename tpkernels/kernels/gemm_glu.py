@@ -47,14 +47,14 @@ def _epilogue(
 @triton.jit
 def _gemm_glu(
     a, b0, b1, b_gate, b_up, y, gate, up, M, N, K, a_stride_m, a_stride_k,
-    b0_stride_n, b0_stride_k, b1_stride_n, b1_stride_k, PROGRAMS: tl.constexpr,
+    b0_stride_n, b0_stride_k, b1_stride_n, b1_stride_k,
     ACT: tl.constexpr, PRECISE: tl.constexpr, AUX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EPILOGUE: tl.constexpr, B_IS_KN: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    for index in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+    for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_at(index, tiles_m, tiles_n, GROUP_M)
         m, n = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc_gate, acc_up = multiply_twice(
@@ -92,7 +92,7 @@ def gemm_glu(
         [M, N] of x's dtype, contiguous: one or three tensors of their own.
     """
     w_gate_NK, w_up_NK = same_order(w_gate_NK, w_up_NK)
-    gemm = Gemm("gemm_glu_aux" if aux else "gemm_glu", x_MK, w_gate_NK, config, w_up_NK)
+    gemm = Gemm("gemm_glu_aux" if aux else "gemm_glu", x_MK, w_gate_NK, config, more_b=(w_up_NK,))
     y, gate, up = (gemm.new_output() if wanted else None for wanted in (True, aux, aux))
     assert y is not None
     if not gemm.empty:
@@ -103,7 +103,8 @@ def gemm_glu(
             gemm.a,
             gemm.b,
             gemm.operand_b(w_up_NK),
-            *(None if bias is None else bias.contiguous() for bias in (b_gate_N, b_up_N)),
+            gemm.row(b_gate_N),
+            gemm.row(b_up_N),
             *(None if out is None else gemm.tile_of(out, block, tma_out) for out in (y, gate, up)),
             gemm.M,
             gemm.N,

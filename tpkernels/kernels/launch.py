@@ -14,14 +14,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.errors import ConfigError
-from tpkernels.kernels import available
+from tpkernels.kernels import alignment, available
 from tpkernels.kernels.available import OLDEST_CAPABILITY
 from tpkernels.kernels.config import GemmConfig, default_config, float32_is_tf32, unaligned_config
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TMA_CAPABILITY = (9, 0)
-_TMA_ALIGNMENT = 16  # bytes, of the base and of every stride but the last (CUDA driver API)
-_VECTOR = 16  # elements; Triton reads in vectors where 16 divides every stride
+_TMA_ROW = 16  # bytes that rows are multiples of (CUDA driver API, cuTensorMapEncodeTiled)
 _INTERPRETED = (9, 0)  # what the interpreter stands for
 _INTERPRETED_PROGRAMS = 3  # fewer than tiles, so that the persistent loop runs more than once
 
@@ -87,30 +86,48 @@ class Gemm:
     Args:
         op: name of the op, for the default configuration and errors.
         a_MK: [M, K]; b_NK: [N, K], further matrices like it through :meth:`operand_b`.
-        config: tiles; None: :func:`default_config`.
+        config: tiles; None: :func:`default_config`. Operands that cannot be read in vectors take
+            smaller ones.
+        more_b: further matrices like B. epilogue: [M, N] matrices that the epilogue reads.
 
     Attributes:
         a, b: what the kernel takes: TMA descriptors, or the tensors themselves.
         strides: (a_m, a_k, b_n, b_k) in elements.
         empty: whether the output has no element.
+
+    Raises:
+        ConfigError: a dtype that the kernels lack, or tensors that do not fit each other.
     """
 
     def __init__(
-        self, op: str, a_MK: Tensor, b_NK: Tensor, config: GemmConfig | None, *more: Tensor
+        self,
+        op: str,
+        a_MK: Tensor,
+        b_NK: Tensor,
+        config: GemmConfig | None,
+        *,
+        more_b: Sequence[Tensor] = (),
+        epilogue: Sequence[Tensor] = (),
     ) -> None:
         check_dtype(op, a_MK.dtype)
+        _check_fit(op, a_MK, (b_NK, *more_b), epilogue)
         self.M, self.K = a_MK.shape
         self.N = b_NK.shape[0]
         self._like = a_MK
         self._capability = capability_of(a_MK.device)
         if config is None:
             config = self._default(op, self._capability)
-        self.b_is_kn = b_NK.stride(1) != 1 and b_NK.stride(0) == 1
-        loads = (a_MK, *map(self._stored, (b_NK, *more)))
-        self.tma = config.tma and not self.empty and self.K > 0 and all(map(_tma_can_load, loads))
-        if config.tma and not self.tma and self._capability >= TMA_CAPABILITY:
-            config = self._default(op, OLDEST_CAPABILITY)  # one that is meant for pointers
-        if not all(map(_in_vectors, loads)) or self.N % _VECTOR:
+        stored = [alignment.stored(each) for each in (b_NK, *more_b)]
+        self.b_is_kn = stored[0] is not b_NK
+        reads = (a_MK, *stored, *epilogue)
+        self.tma = config.tma and all(map(alignment.for_copy_engine, (a_MK, *stored)))
+        if self.tma:
+            aligned = self.tma_output() and all(map(self.tma_input, epilogue))
+        else:
+            aligned = all(map(alignment.in_vectors, reads)) and self.N % alignment.VECTOR == 0
+            if config.tma and self._capability >= TMA_CAPABILITY:
+                config = self._default(op, OLDEST_CAPABILITY)  # one that is meant for pointers
+        if not aligned:
             config = unaligned_config(config, self.M)
         self.config = config
         a_block = (config.block_m, config.block_k)
@@ -125,18 +142,29 @@ class Gemm:
     def empty(self) -> bool:
         return self.M == 0 or self.N == 0
 
-    def _stored(self, b_NK: Tensor) -> Tensor:
-        """A matrix like B as it lies in memory."""
-        return b_NK.t() if self.b_is_kn else b_NK
-
     def operand_b(self, b_NK: Tensor) -> Any:
         """What the kernel takes for a matrix like B, which must have B's order of strides."""
         if not self.tma:
             return b_NK
         block = (self.config.block_n, self.config.block_k)
         return TensorDescriptor.from_tensor(
-            self._stored(b_NK), list(block[::-1] if self.b_is_kn else block)
+            alignment.stored(b_NK), list(block[::-1] if self.b_is_kn else block)
         )
+
+    def row(self, bias_N: Tensor | None) -> Tensor | None:
+        """What the kernel takes for a bias.
+
+        Raises:
+            ConfigError: it is not [N], or of another dtype than x.
+        """
+        if bias_N is None:
+            return None
+        if bias_N.shape != (self.N,) or bias_N.dtype is not self._like.dtype:
+            raise ConfigError(
+                f"bias must be ({self.N},) {self._like.dtype}, got {tuple(bias_N.shape)} "
+                f"{bias_N.dtype}"
+            )
+        return bias_N.contiguous()
 
     def new_output(self) -> Tensor:
         """[M, N], contiguous, uninitialised."""
@@ -144,11 +172,11 @@ class Gemm:
 
     def tma_output(self) -> bool:
         """Whether [M, N] matrices of ours can be moved by the copy engine."""
-        return self.tma and self.N * self._like.element_size() % _TMA_ALIGNMENT == 0
+        return self.tma and self.N * self._like.element_size() % _TMA_ROW == 0
 
     def tma_input(self, matrix: Tensor) -> bool:
         """Whether an [M, N] matrix of the caller's can be read by the copy engine."""
-        return self.tma and _tma_can_load(matrix)
+        return self.tma and alignment.for_copy_engine(matrix)
 
     def tile_of(self, tensor: Tensor, block: Sequence[int], tma: bool) -> Any:
         """What the kernel takes for an [M, N] matrix that it reads or writes in ``block`` s."""
@@ -160,25 +188,22 @@ class Gemm:
         multiprocessors = _multiprocessors(self._like.device) - spare
         return max(1, min(tiles, multiprocessors * self.config.blocks))
 
-    def launch(
-        self, kernel: Any, *args: Any, programs: int | None = None, **constants: Any
-    ) -> None:
+    def launch(self, kernel: Any, *args: Any, spare: int = 0, **constants: Any) -> None:
         """Launch ``kernel`` with what all GEMM kernels take, after its own ``args``."""
         config = self.config
-        grid = self.programs() if programs is None else programs
+        precise = self._like.dtype is torch.float32
         run(
             kernel,
-            (grid,),
+            (self.programs(spare),),
             *args,
-            PROGRAMS=grid,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BLOCK_K=config.block_k,
             GROUP_M=config.group_m,
             B_IS_KN=self.b_is_kn,
             TMA=self.tma,
-            PRECISION="tf32" if float32_is_tf32() else "ieee",
-            PRECISE=self._like.dtype is torch.float32,
+            PRECISION="tf32" if precise and float32_is_tf32() else "ieee",
+            PRECISE=precise,
             WIDEN=available.interpreting(),
             num_warps=config.warps,
             num_stages=config.stages,
@@ -186,24 +211,28 @@ class Gemm:
         )
 
 
+def _check_fit(
+    op: str, a_MK: Tensor, weights: Sequence[Tensor], epilogue: Sequence[Tensor]
+) -> None:
+    """A kernel reads what it is told to: shapes that do not fit are read out of bounds."""
+    rows, columns = a_MK.shape[0], weights[0].shape[0]
+    wanted = [(a_MK.shape[0], a_MK.shape[1]), *[(columns, a_MK.shape[-1])] * len(weights)]
+    wanted += [(rows, columns)] * len(epilogue)
+    for matrix, shape in zip((a_MK, *weights, *epilogue), wanted, strict=True):
+        if tuple(matrix.shape) != shape:
+            raise ConfigError(
+                f"{op}: a matrix of {tuple(matrix.shape)} was given where {shape} fits "
+                f"{tuple(a_MK.shape)} times {tuple(weights[0].shape)} transposed"
+            )
+        if matrix.dtype is not a_MK.dtype or matrix.device != a_MK.device:
+            raise ConfigError(
+                f"{op}: a matrix is {matrix.dtype} on {matrix.device} and another {a_MK.dtype} on "
+                f"{a_MK.device}; all need one dtype and device"
+            )
+
+
 def same_order(first_NK: Tensor, second_NK: Tensor) -> tuple[Tensor, Tensor]:
     """Both matrices in one order of strides, as kernels with two of them need; copies if not."""
     if (first_NK.stride(1) == 1) == (second_NK.stride(1) == 1):
         return first_NK, second_NK
     return first_NK.contiguous(), second_NK.contiguous()
-
-
-def _in_vectors(matrix: Tensor) -> bool:
-    """Whether pointers into ``matrix`` can read several elements at once."""
-    return matrix.stride(1) == 1 and matrix.stride(0) % _VECTOR == 0
-
-
-def _tma_can_load(matrix: Tensor) -> bool:
-    """Whether the copy engine can read ``matrix``: rows of 16-byte multiples, aligned, plain."""
-    row = matrix.stride(0)
-    return (
-        matrix.stride(1) == 1
-        and row >= matrix.shape[1]
-        and row * matrix.element_size() % _TMA_ALIGNMENT == 0
-        and matrix.data_ptr() % _TMA_ALIGNMENT == 0
-    )

@@ -111,6 +111,17 @@ def _b_tile(
 
 
 @triton.jit
+def _rounded_to_tf32(x):
+    """fp32 rounded to tf32's 10 bits, halves away from zero, as cvt.rna.tf32 does.
+
+    The tensor core would cut the other 13 bits off, which doubles the error and biases it.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, x)  # a NaN's bits may overflow into the sign
+
+
+@triton.jit
 def multiply(
     a,
     b,
@@ -136,6 +147,8 @@ def multiply(
     for k in range(0, K, BLOCK_K):
         a_MK = load_tile(a, m, k, a_stride_m, a_stride_k, M, K, BLOCK_M, BLOCK_K, TMA)
         b_KN = _b_tile(b, n, k, b_stride_n, b_stride_k, N, K, BLOCK_N, BLOCK_K, B_IS_KN, TMA)
+        if PRECISION == "tf32":
+            a_MK, b_KN = _rounded_to_tf32(a_MK), _rounded_to_tf32(b_KN)
         if WIDEN:  # Triton's interpreter multiplies bf16 as if it were integers
             a_MK, b_KN = a_MK.to(tl.float32), b_KN.to(tl.float32)
         acc = tl.dot(a_MK, b_KN, acc, input_precision=PRECISION)
@@ -173,6 +186,9 @@ def multiply_twice(
         a_MK = load_tile(a, m, k, a_stride_m, a_stride_k, M, K, BLOCK_M, BLOCK_K, TMA)
         b0_KN = _b_tile(b0, n, k, b0_stride_n, b0_stride_k, N, K, BLOCK_N, BLOCK_K, B_IS_KN, TMA)
         b1_KN = _b_tile(b1, n, k, b1_stride_n, b1_stride_k, N, K, BLOCK_N, BLOCK_K, B_IS_KN, TMA)
+        if PRECISION == "tf32":
+            a_MK = _rounded_to_tf32(a_MK)
+            b0_KN, b1_KN = _rounded_to_tf32(b0_KN), _rounded_to_tf32(b1_KN)
         if WIDEN:
             a_MK = a_MK.to(tl.float32)
             b0_KN, b1_KN = b0_KN.to(tl.float32), b1_KN.to(tl.float32)

@@ -31,6 +31,7 @@ CHUNKS = 4
 MIN_BYTES_BETWEEN_HOSTS = 2 << 20
 MIN_ROWS_PER_CHUNK = 256
 TILE_ROWS = 128  # of the usual tiles: signaled chunks end with one
+MOST_SIGNALED = 64  # chunks whose tiles are counted apart
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def plan_gemm_all_reduce(
             raise ConfigError(f"chunks={chunks} must be at least 1")
         count = max(1, min(chunks, rows))
         strategy = asked if asked == "signaled" else "chunked"
+        count = min(count, MOST_SIGNALED) if strategy == "signaled" else count
         return OverlapPlan(strategy if count > 1 else "off", count, "chunks was given")
     group = group_by_name(group_name)
     if group is None:

@@ -24,7 +24,7 @@ from tpkernels.comm.group import group_by_name
 from tpkernels.errors import ConfigError
 from tpkernels.kernels import table
 from tpkernels.ops.implementations import Call, Refusal, refusal
-from tpkernels.overlap.plan import OverlapPlan
+from tpkernels.overlap.plan import MOST_SIGNALED, OverlapPlan
 
 # Multiprocessors that the GEMM leaves to the waiting kernel and to NCCL, whose blocks could else
 # not start before the persistent GEMM ends. ASSUMPTION: 16, what NCCL's rings take on NVLink
@@ -112,7 +112,12 @@ class _Lane:
     def __init__(self, device: torch.device) -> None:
         from tpkernels.kernels.tile_counters import TileCounters
 
-        self.counters = TileCounters(device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "the first call of TPKERNELS_OVERLAP=signaled makes its counters, which a CUDA "
+                "graph would own. Fix: call the model once before it is captured"
+            )
+        self.counters = TileCounters(device, MOST_SIGNALED)
         self._stream: torch.cuda.Stream | None = None
         self._left: torch.cuda.Event | None = None
         if device.type == "cuda":
