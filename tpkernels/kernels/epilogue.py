@@ -53,9 +53,9 @@ def _logistic(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def _normal_tail(x):
-    """(m, e, p) with m = min(|x|, 6), e = exp(-m^2 / 2) and Phi(-m) = e p."""
+    """(m, e, p) with m = min(|x|, 6), e = exp(-x^2 / 2) and Phi(-|x|) = e p, but tiny past 6."""
     m = tl.minimum(tl.abs(x), TAIL_BOUND)
-    e = tl.exp2(m * m * (-0.5 * LOG2_E))
+    e = tl.exp2(x * x * (-0.5 * LOG2_E))
     p = m * TAIL_9 + TAIL_8
     p = p * m + TAIL_7
     p = p * m + TAIL_6
