@@ -62,7 +62,7 @@ def row(**given):
         "n": 4096,
         "k": 1024,
         "implementation": "triton",
-        "config": "16x128x64 g1 s4 w4",
+        "config": "16x128x128 g8 s4 w4 tma",
         "us": 9,
         "reference_us": 10,
     }
@@ -161,6 +161,32 @@ WRONG = {
     "TPKERNELS_OVERLAP": "fused",
     "TPKERNELS_CACHE": __file__,
 }
+
+
+@pytest.mark.parametrize("fix", ["pip install 'triton>=3.6'", None])
+def test_a_strategy_that_cannot_serve_here_is_a_finding(capsys, monkeypatch, fix):
+    monkeypatch.setenv("TPKERNELS_OVERLAP", "signaled")
+    missing = available.Availability(False, "Triton is not here", fix)
+    monkeypatch.setattr(available, "status", lambda: missing)
+    (found,) = [f for f in report(capsys)["findings"] if f["topic"] == "environment"]
+    assert found["state"] == "TPKERNELS_OVERLAP=signaled: cannot serve here: Triton is not here"
+    unset = "unset TPKERNELS_OVERLAP"
+    assert found["fix"] == (f"{fix}, or {unset}" if fix else unset)
+    monkeypatch.setattr(available, "status", lambda: available.Availability(True, "Triton 3.6"))
+    assert environment_findings(report(capsys)) == {}
+    monkeypatch.setattr(available, "status", lambda: missing)
+    for other in ("off", "chunked", "auto"):
+        monkeypatch.setenv("TPKERNELS_OVERLAP", other)
+        assert environment_findings(report(capsys)) == {}
+
+
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_the_signaled_strategy_on_this_machine(capsys, monkeypatch, interpret):
+    """Served by a GPU, or interpreted."""
+    monkeypatch.setenv("TPKERNELS_OVERLAP", "signaled")
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    served = available.status().available
+    assert ("TPKERNELS_OVERLAP" in environment_findings(report(capsys))) == (not served)
 
 
 def environment_findings(found: dict) -> dict[str, str]:

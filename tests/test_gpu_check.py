@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -104,6 +105,24 @@ def test_help_names_every_option(tmp_path):
         assert word in done.stdout
 
 
+def test_a_user_s_own_files_are_refused_and_an_earlier_run_s_replaced(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "report.md").write_text("my own\n")
+    (out / "summary.md").write_text("# Of something else\n")
+    done = check(tmp_path, out, "--dry-run")
+    assert done.returncode == 2 and done.stderr.count("error:") == 1
+    assert "holds summary.md, report.md, of no earlier run" in done.stderr
+    assert (out / "report.md").read_text() == "my own\n"
+    (out / "summary.md").write_text("# GPU check of abc, 2026-01-01\n")
+    (out / "mine.md").touch()
+    if torch.cuda.is_available():
+        return
+    assert "sees no CUDA device" in check(tmp_path, out).stderr
+    assert {path.name for path in out.iterdir()} == {"log.txt", "summary.md", "mine.md"}
+    assert "| machine | passed |" in (out / "summary.md").read_text()
+
+
 # --- whole runs ---------------------------------------------------------------------------------
 
 
@@ -123,6 +142,7 @@ def tree():
 def test_a_dry_run_passes_and_leaves_only_its_results(tmp_path):
     before, out = tree(), tmp_path / "out"
     out.mkdir()
+    (out / "summary.md").write_text("# GPU check of an older run\n")
     (out / "results.jsonl").write_text("of an older run\n")
     done = check(tmp_path, out, "--dry-run", TPKERNELS_GEMM="no such implementation")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -133,10 +153,11 @@ def test_a_dry_run_passes_and_leaves_only_its_results(tmp_path):
         *("summary.md", "log.txt", "junit.xml", "results.jsonl", "report.md", "chart.svg")
     }
     summary = (out / "summary.md").read_text()
-    for step in ("machine", "doctor", "tests", "bench gemm_gelu", "bench mlp", "report"):
+    for step in ("machine", "build", "doctor", "tests", "bench gemm_gelu", "bench mlp", "report"):
         assert f"| {step} | passed |" in summary, summary
     for step in ("tune gemm_gelu", "tune mlp", "memcheck", "racecheck"):
         assert f"| {step} | skipped | 0.0 | needs CUDA |" in summary
+    assert "NOT AT ITS END" not in summary
     assert len(done.stdout.rstrip().splitlines()) - done.stdout.count("gpu_check: ") < 60
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert {row["op"].split("_")[0] for row in rows} == {"gemm", "mlp"}
@@ -146,7 +167,8 @@ def test_a_dry_run_passes_and_leaves_only_its_results(tmp_path):
     assert outcomes and all(tags == ["skipped"] for tags in outcomes)
 
 
-def test_sigterm_ends_the_step_and_writes_the_summary(tmp_path):
+def running_tests(tmp_path):
+    """A dry run that is in its tests."""
     process = subprocess.Popen(
         ["bash", str(SCRIPT), "out", "--dry-run"],
         stdout=subprocess.PIPE,
@@ -158,12 +180,48 @@ def test_sigterm_ends_the_step_and_writes_the_summary(tmp_path):
         if "tests (at most" in line:
             break
     time.sleep(1.0)
-    process.send_signal(signal.SIGTERM)
+    return process
+
+
+def test_a_hard_kill_loses_no_step_and_leaves_no_process(tmp_path):
+    process = running_tests(tmp_path)
+    children = descendants(process.pid)
+    assert len(children) >= 2  # gpu_tests.py and pytest
+    process.kill()
+    process.communicate(timeout=60)
+    summary = (tmp_path / "out" / "summary.md").read_text()
+    assert "NOT AT ITS END" in summary and "| doctor | passed |" in summary
+    for _ in range(100):
+        if not any(map(alive, children)):
+            return
+        time.sleep(0.1)
+    raise AssertionError("still running")
+
+
+def descendants(pid):
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def alive(pid):
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_step_and_writes_the_summary(tmp_path, number):
+    process = running_tests(tmp_path)
+    process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     summary = (tmp_path / "out" / "summary.md").read_text()
     assert "| tests | interrupted |" in summary and "| doctor | passed |" in summary
-    assert "interrupted by SIGTERM" in output
+    assert f"interrupted by {number.name}" in output
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
@@ -216,8 +274,7 @@ def test_what_a_step_leaves_running_is_killed(parts, run, tmp_path):
     code = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid)"
     done = run(parts("runner").Step("parent", python(code)))
     for _ in range(50):
-        state = Path(f"/proc/{done.output.strip()}/stat")
-        if not state.exists() or ") Z " in state.read_text():
+        if not alive(int(done.output)):
             return
         time.sleep(0.1)
     raise AssertionError("still running")
@@ -231,6 +288,116 @@ def test_a_step_gets_what_is_left_or_is_not_run(parts, run):
     late = run(step("late", told, least=5), left=6.0)
     assert (late.state, late.detail, late.fine) == ("not run", "no time left", True)
     assert run(step("last", told, least=5, last=True), left=6.0).state == "passed"
+
+
+def test_an_informative_step_does_not_fail_the_run(parts, run):
+    step = parts("runner").Step
+    found = run(step("race", python("print('1 error'); exit(9)"), informative=True))
+    assert (found.state, found.detail, found.fine) == ("informative", "failed: 1 error", True)
+    slow = run(step("slow", ("sleep", "60"), limit=0.2, informative=True))
+    assert slow.state == "informative" and slow.detail.startswith("timed out")
+    assert run(step("fine", ("true",), informative=True)).state == "passed"
+    absent = run(step("tests", failed="pytest is not installed"))
+    assert (absent.state, absent.detail, absent.fine) == (
+        "failed",
+        "pytest is not installed",
+        False,
+    )
+
+
+def test_something_is_done_while_a_step_runs(parts, tmp_path, monkeypatch):
+    runner = parts("runner")
+    monkeypatch.setattr(runner, "TICK", 0.1)
+    calls = []
+    with runner.Log(tmp_path / "log.txt") as log:
+        deadline = time.monotonic() + 60
+        steps = runner.Runner(log, tmp_path, dict(os.environ), deadline, lambda: calls.append(1))
+        assert steps.run(runner.Step("slow", ("sleep", "0.6"))).state == "passed"
+        assert len(calls) >= 3
+        assert steps.run(runner.Step("limit", ("sleep", "60"), limit=0.3)).state == "timed out"
+
+
+def test_a_log_that_is_too_long_loses_its_middle_and_says_so(parts, tmp_path, monkeypatch):
+    runner = parts("runner")
+    monkeypatch.setattr(runner, "LOG_BYTES", 2000)
+    with runner.Log(tmp_path / "log.txt") as log:
+        log.write("first\n" + "x" * 5000 + "\nlast\n")
+        assert len(log.since(0)) < 2000 and log.since(5000).endswith("x\nlast\n")
+    text = (tmp_path / "log.txt").read_text()
+    assert text.startswith("first\nx") and text.endswith("x\nlast\n") and 1800 < len(text) < 2000
+    left_out = int(text.split("##### ")[1].split(" bytes are left out")[0])
+    assert text.count("x") + left_out == 5000
+    with runner.Log(tmp_path / "short.txt") as log:
+        log.write("all of it")
+    assert (tmp_path / "short.txt").read_text() == "all of it"
+
+
+@pytest.mark.parametrize("absent", ["pytest", "hypothesis"])
+def test_what_the_tests_need_is_a_failure_of_a_real_run(parts, tmp_path, absent):
+    plan, workspace = parts("plan"), parts("workspace")
+    space = workspace.Workspace(ROOT, tmp_path, tmp_path)
+    facts = {"torch": "2.11.0", "pytest": "9", "hypothesis": "6", absent: "none"}
+    for dry_run in (False, True):
+        listed = plan.steps(plan.Settings(tmp_path, dry_run, dry_run, "abc"), space, facts)
+        tests = next(step for step in listed if step.name == "tests")
+        assert f"{absent} is not installed" in (tests.failed or "")
+        assert (tests.skipped is not None) == dry_run
+
+
+# --- the machine ------------------------------------------------------------------------------
+
+
+def test_a_machine_step_that_timed_out_says_so_and_the_run_goes_on(parts, tmp_path, monkeypatch):
+    runner = parts("runner")
+    path = ROOT / "bench" / "gpu_check" / "__main__.py"
+    spec = importlib.util.spec_from_file_location("gpu_check_main", path)
+    main = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(main)
+    settings = parts("plan").Settings(tmp_path, False, False, "abc")
+
+    class Timed:
+        def run(self, step):
+            assert step.limit >= 150
+            return runner.Result("machine", "timed out", 150.0, "pytest: 9", "pytest: 9\n")
+
+        def say(self, text):
+            assert "going on" in text
+
+    results = []
+    assert main._look(Timed(), settings, results) == {"pytest": "9"}
+    assert [each.fine for each in results] == [False]
+    monkeypatch.setattr(main.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(main.Refused, match="torch is not there"):
+        main._look(Timed(), settings, [])
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ("", "{}, of unknown version"),
+        ("one line", "one line"),
+        ("nvcc: NVIDIA\nCuda compilation tools, release 13.0, V13.0.88\nBuild x", "Cuda compilat"),
+    ],
+)
+def test_nvcc_of_any_number_of_lines(parts, tmp_path, printed, expected):
+    program = tmp_path / "nvcc"
+    program.write_text(f"#!/bin/sh\ncat <<'E'\n{printed}\nE\n" if printed else "#!/bin/sh\n")
+    program.chmod(0o755)
+    assert parts("machine")._release(str(program)).startswith(expected.format(program))
+
+
+def test_a_dry_run_s_extension_is_there_only_where_it_loads(parts, monkeypatch, capsys):
+    present = parts("present")
+    executed = []
+    monkeypatch.setattr(present.os, "execv", lambda program, words: executed.append(words))
+    monkeypatch.setattr(present.native, "load", lambda: None)
+    present.main()
+    assert "does not serve" in capsys.readouterr().out
+    assert executed == [[sys.executable, "-m", "tpkernels.build", "--optional"]]
+    monkeypatch.setattr(present, "sources_hash", lambda root: "other")
+    monkeypatch.setattr(present.native, "load", lambda: present)
+    present.main()
+    assert len(executed) == 2 and "is there already" not in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: they would run")
@@ -259,107 +426,21 @@ def test_the_commands_of_a_real_run_are_taken_by_their_programs(parts, tmp_path,
 def test_what_tells_most_fits_in_the_time_even_at_its_limits(parts, tmp_path, quick, seconds):
     plan, workspace = parts("plan"), parts("workspace")
     space = workspace.Workspace(ROOT, tmp_path, tmp_path)
-    facts = {"torch": "2.11.0", "pytest": "9"}
+    facts = {"torch": "2.11.0", "pytest": "9", "hypothesis": "6"}
     listed = plan.steps(plan.Settings(tmp_path, False, quick, "abc"), space, facts)
     names = [step.name for step in listed]
     assert names.index("tests") < names.index("tune gemm_gelu") < names.index("memcheck")
     assert names[-1] == "report"
+    forward = next(step for step in listed if step.name == "bench gemm_gelu").command
+    words = " ".join(forward)
+    assert "--models gpt2-xl gpt3-13b --m 8192" + " 2048" * (not quick) + " --tp 1 8" in words
+    assert " --m 8192 --tp " in " ".join(next(s for s in listed if s.name == "bench mlp").command)
+    sanitizers = {step.name: step for step in listed if step.name.endswith("check")}
+    assert "--report-api-errors no" in " ".join(sanitizers["memcheck"].command)
+    assert not sanitizers["memcheck"].informative and sanitizers["racecheck"].informative
     through_tests = sum(step.limit for step in listed[: names.index("tests") + 1])
     assert through_tests < seconds * 0.99 - 12
     assert sum(s.limit for s in listed if s.name.startswith(("tune gemm", "bench gemm"))) < 165
-
-
-# --- the tests marked gpu -----------------------------------------------------------------------
-
-PLANTED = """
-import os, signal, time
-import pytest
-
-pytestmark = pytest.mark.gpu
-
-def test_passes(): pass
-def test_fails(): assert 1 == 2, "one is not two"
-def test_crashes(): os.kill(os.getpid(), signal.SIGSEGV)
-def test_after_the_crash(): pass
-def test_skips(): pytest.skip("for a reason")
-@pytest.fixture
-def broken(): raise RuntimeError("a fixture")
-def test_with_a_broken_fixture(broken): pass
-"""
-
-
-@pytest.fixture
-def planted(tmp_path):
-    """A tree whose tests fail in several ways; `planted()` runs them."""
-    tests = tmp_path / "tests"
-    tests.mkdir()
-    (tests / "test_planted.py").write_text(PLANTED)
-    (tests / "test_not_marked.py").write_text("def test_other(): raise AssertionError\n")
-    (tests / "test_broken.py").write_text("import no_such_module  # pytest.mark.gpu\n")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\ntimeout = 60\n")
-    folder = ROOT / "bench" / "gpu_check"
-
-    def run(*options, seconds=60):
-        command = [sys.executable, str(folder / "gpu_tests.py"), "--results", "junit.xml"]
-        process = subprocess.Popen(
-            [*command, "--scratch", str(tmp_path), "--workers", "2", *options],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=dict(os.environ),
-            cwd=tmp_path,
-        )
-        try:
-            output, _ = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-            output, _ = process.communicate(timeout=60)
-        root = ElementTree.parse(tmp_path / "junit.xml").getroot()
-        found = {}
-        for case in root.iter("testcase"):
-            child = next(iter(case), None)
-            tag = "passed" if child is None else child.tag
-            found[case.get("name")] = (tag, "" if child is None else child.get("message"))
-        return process.returncode, output, found
-
-    return run
-
-
-def test_a_crash_costs_one_test_and_nothing_is_run_twice(planted, tmp_path):
-    code, output, found = planted()
-    assert code == 1
-    assert found == {
-        "test_passes": ("passed", ""),
-        "test_fails": ("failure", "AssertionError: one is not two"),
-        "test_crashes": ("failure", "the process ended before the test did"),
-        "test_after_the_crash": ("passed", ""),
-        "test_skips": ("skipped", "Skipped: for a reason"),
-        "test_with_a_broken_fixture": ("failure", "RuntimeError: a fixture"),
-        "tests/test_broken.py": (
-            "failure",
-            "ModuleNotFoundError: No module named 'no_such_module'",
-        ),
-    }
-    assert "tests: 2 passed, 4 failed, 1 skipped" in output
-    assert "a test process ended early: exit status -11, in tests/test_planted.py::" in output
-
-
-def test_the_time_limit_keeps_what_was_found(planted, tmp_path):
-    (tmp_path / "tests" / "test_planted.py").write_text(
-        "import pytest, time\n"
-        "@pytest.mark.gpu\ndef test_quick(): pass\n"
-        "@pytest.mark.gpu\ndef test_never_ends(): time.sleep(600)\n"
-        "@pytest.mark.gpu\ndef test_third(): pass\n"
-        "@pytest.mark.gpu\ndef test_behind(): pass\n"
-    )
-    (tmp_path / "tests" / "test_broken.py").unlink()
-    code, _, found = planted(seconds=5)
-    assert code == 1
-    assert {name: tag for name, (tag, _) in found.items()} == {
-        "test_quick": "passed",
-        "test_never_ends": "failure",
-        "test_third": "passed",
-        "test_behind": "skipped",
-    }
 
 
 # --- the summary ------------------------------------------------------------------------------

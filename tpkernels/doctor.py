@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     refused = _refused_variables()
     with _unset(refused):  # importing the ops reads them
-        findings = [*_machine(), *refused.values(), *_torch(), *_tables()]
+        findings = [*_machine(), *refused.values(), *_signaled(), *_torch(), *_tables()]
         implementations, ops = _implementations()
         build_info = native.status().build_info
     for variable in _READ_BY_EVERY_OP:
@@ -122,6 +122,24 @@ def _refused_variables() -> dict[str, Finding]:
             state = f"{variable}={value}: this version has no {value} kernels"
             refused[variable] = Finding("environment", state, f"unset {variable}")
     return refused
+
+
+def _signaled() -> list[Finding]:
+    """That the signaled strategy was asked for where its kernels cannot run, and why."""
+    if envs.overlap() != "signaled":
+        return []
+    reason: str = "needs torch"
+    fix: str | None = _INSTALL_TORCH
+    if importlib.util.find_spec("torch") is not None:
+        from tpkernels.kernels import available
+
+        triton = available.status()
+        if triton.available:
+            return []
+        reason, fix = triton.reason, triton.fix
+    state = f"TPKERNELS_OVERLAP=signaled: cannot serve here: {reason}"
+    unset = "unset TPKERNELS_OVERLAP"
+    return [Finding("environment", state, f"{fix}, or {unset}" if fix else unset)]
 
 
 @contextmanager

@@ -9,8 +9,8 @@ variable                values (default)             meaning
                                                      this version lacks onednn and cuda:
                                                      asking for one raises
 ``TPKERNELS_OVERLAP``   auto, off, chunked,          overlap strategy of GEMM and collective;
-                        signaled, fused (auto)       this version lacks signaled and fused:
-                                                     asking for one raises
+                        signaled, fused (auto)       signaled needs a GPU; this version lacks
+                                                     fused: asking for it raises
 ``TPKERNELS_CACHE``     a directory                  where ``tpkernels bench --tune`` keeps the
                         (~/.cache/tpkernels)         measured tables of this user
 ``TPKERNELS_CHECK``     first, always, off (first)   when ranks compare their inputs

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
+import os
 import signal
 import sys
 import tempfile
@@ -21,8 +23,12 @@ from runner import Interrupted, Log, Result, Runner
 from workspace import Workspace
 
 SECONDS, QUICK_SECONDS = 470, 170  # the rest of 8 and 3 minutes is for start and summary
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 USAGE_ERROR = 2
 ROOT = Path(__file__).resolve().parents[2]
+
+
+_TORCH_FIX = "Fix: PYTHON=/path/to/a/python/with/torch, or pip install 'torch>=2.11'"
 
 
 class Refused(Exception):
@@ -69,8 +75,15 @@ def _output_folder(out: Path) -> Path:
     fix = "Fix: name a directory that can be written"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for name in summary.FILES:  # a run never mixes with an older one
-            (out / name).unlink(missing_ok=True)
+        present = [name for name in summary.FILES if os.path.lexists(out / name)]
+        if present and not summary.ours(out):
+            raise Refused(
+                f"OUT_DIR {out} holds {', '.join(present)}, of no earlier run: they would be "
+                "replaced. Fix: name another directory, or move them away"
+            )
+        for name in present:  # a run never mixes with an older one
+            (out / name).unlink()
+        _remove_parts(out)
         (out / summary.LOG).touch()
     except FileExistsError as error:
         raise Refused(f"OUT_DIR {out} is a file. {fix}") from error
@@ -79,17 +92,24 @@ def _output_folder(out: Path) -> Path:
     return out.resolve()
 
 
+def _remove_parts(out: Path) -> None:
+    """What a step that was killed in the middle of writing left of our files."""
+    for name in summary.FILES:
+        (out / f"{name}.part").unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGINT and SIGTERM raise :class:`Interrupted`, once."""
+    """Each of :data:`STOP_SIGNALS` raises :class:`Interrupted`, once."""
 
     def interrupt(number: int, _: object) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
+        for each in STOP_SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         raise Interrupted(signal.Signals(number).name)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
+    for number in STOP_SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, interrupt)
     yield
 
 
@@ -103,18 +123,31 @@ def _check(options: argparse.Namespace, out: Path, began: float) -> int:
     seconds = SECONDS if options.dry_run or not options.quick else QUICK_SECONDS
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder, Log(out / summary.LOG) as log:
         space = Workspace(ROOT, Path(folder), out)
-        runner = Runner(log, space.tree, environment(settings, space), began + seconds)
         results: list[Result] = []
+
+        def keep(*, running: bool = True) -> str:
+            """What there is so far, for when this process is killed."""
+            space.keep_table()
+            spent = time.monotonic() - began
+            return summary.write(out, results, settings, spent, running=running)
+
+        environ = environment(settings, space)
+        runner = Runner(log, space.tree, environ, began + seconds, space.keep_table)
         try:
+            keep()
             space.copy(with_extension=settings.dry_run)
             facts = _look(runner, settings, results)
             for step in steps(settings, space, facts):
+                keep()
                 results.append(runner.run(step))
         except Interrupted as interrupted:
             runner.say(f"interrupted by {interrupted}")
             results += runner.unfinished
-        space.keep_table()
-        text = summary.write(out, results, settings, time.monotonic() - began)
+        except Refused:
+            keep(running=False)
+            raise
+        text = keep(running=False)
+    _remove_parts(out)
     print(text)
     return 0 if all(result.fine for result in results) else 1
 
@@ -124,12 +157,14 @@ def _look(runner: Runner, settings: Settings, results: list[Result]) -> dict[str
     found = runner.run(machine_step(settings))
     results.append(found)
     facts = dict(line.split(": ", 1) for line in found.output.splitlines() if ": " in line)
+    if found.state == "timed out" and "cuda" not in facts:
+        if importlib.util.find_spec("torch") is None:
+            raise Refused(f"torch is not there for {sys.executable}. {_TORCH_FIX}")
+        runner.say("machine: what it had not told is not known; torch is there, so going on")
+        return facts
     if "torch" not in facts:
-        raise Refused(
-            f"{sys.executable} cannot import torch ({found.detail}). "
-            "Fix: PYTHON=/path/to/a/python/with/torch, or pip install 'torch>=2.11'"
-        )
-    if facts.get("cuda") != "yes" and not settings.dry_run:
+        raise Refused(f"{sys.executable} cannot import torch ({found.detail}). {_TORCH_FIX}")
+    if facts.get("cuda") == "no" and not settings.dry_run:
         raise Refused(
             f"torch {facts['torch']} sees no CUDA device. Fix: run on a machine with a GPU and a "
             "CUDA torch, or give --dry-run to check everything else"

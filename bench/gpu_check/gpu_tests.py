@@ -19,6 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
+from lifeline import tied_to_us
+
+WRITE_EVERY = 3.0  # seconds
 STUCK = 100.0  # seconds without a sign of life before a process is killed
 _MARKED = re.compile(r"\bmark\.gpu\b")
 _NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd]")
@@ -49,7 +52,9 @@ class Worker:
         command = [sys.executable, "-m", "pytest", "-p", "recording", "-m", self.marks, "-vv"]
         command += ["--tb=short", "--continue-on-collection-errors", "-o", "timeout=60", *files]
         with self.output.open("ab") as file:
-            self.process = subprocess.Popen(command, env=env, stdout=file, stderr=file)
+            self.process = subprocess.Popen(
+                command, env=env, stdout=file, stderr=file, preexec_fn=tied_to_us()
+            )
 
     def all_notes(self) -> list[dict]:
         lines = self.notes.read_text().splitlines() if self.notes.exists() else []
@@ -98,10 +103,14 @@ def main() -> int:
     ]
     for worker in workers:
         worker.start(files)
+    written = time.monotonic()
     while any(worker.process for worker in workers) and not stopping:
         time.sleep(0.1)
         for worker in workers:
             _look_after(worker, files)
+        if time.monotonic() - written > WRITE_EVERY:  # whatever ends this process finds results
+            _write(_all_cases(workers, running=True), options.results)
+            written = time.monotonic()
     for worker in workers:
         if worker.process is not None:
             worker.process.kill()
@@ -110,8 +119,7 @@ def main() -> int:
     for worker in workers:
         print(f"=== process {worker.number + 1} of {worker.count}")
         print(worker.output.read_text(errors="replace") if worker.output.exists() else "")
-    # By name: every process tells of a file that cannot be imported.
-    cases = list({case["name"]: case for worker in workers for case in _cases(worker)}.values())
+    cases = _all_cases(workers)
     _write(cases, options.results)
     counts = {kind: sum(c["outcome"] == kind for c in cases) for kind in _KINDS}
     print("tests: " + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count))
@@ -143,6 +151,15 @@ def _look_after(worker: Worker, files: list[str]) -> None:
     worker.ends.append(f"{how}, {doing}" + (f", {len(missing)} tests to go" if missing else ""))
     if missing and reached > worker.reached:
         worker.start(files)
+
+
+def _all_cases(workers: list[Worker], *, running: bool = False) -> list[dict]:
+    """By name: every process tells of a file that cannot be imported."""
+    cases = {case["name"]: case for worker in workers for case in _cases(worker)}
+    for case in cases.values():
+        if running and case.get("running"):  # not yet a failure
+            case.update(outcome="not reached", text="was running when this was written")
+    return list(cases.values())
 
 
 def _cases(worker: Worker) -> list[dict]:
@@ -199,7 +216,9 @@ def _write(cases: list[dict], path: Path) -> None:
             ElementTree.SubElement(element, kind, message=told[:300]).text = text
     root = ElementTree.Element("testsuites")
     root.append(suite)
-    ElementTree.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
+    part = path.with_name(f"{path.name}.part")
+    ElementTree.ElementTree(root).write(part, encoding="utf-8", xml_declaration=True)
+    part.replace(path)
 
 
 if __name__ == "__main__":

@@ -51,12 +51,12 @@ def main(commit: str) -> int:
         there = importlib.util.find_spec(name) is not None
         print(f"{name}: {_version(name) if there else 'none'}")
     compiler = nvcc()
-    release = _output([compiler, "--version"]) if compiler else None
-    print(f"nvcc: {release.splitlines()[-2].strip() if release else 'none'}", flush=True)
+    print(f"nvcc: {_release(compiler) if compiler else 'none'}", flush=True)
     import torch
 
+    print(f"torch: {torch.__version__}", flush=True)  # known, whatever the GPU's driver does next
     there = torch.cuda.is_available()
-    print(f"cuda: {'yes' if there else 'no'}")
+    print(f"cuda: {'yes' if there else 'no'}", flush=True)
     if there:
         for index in range(torch.cuda.device_count()):
             found = torch.cuda.get_device_properties(index)
@@ -68,8 +68,14 @@ def main(commit: str) -> int:
         fields = "name,driver_version,clocks.max.sm,power.limit,temperature.gpu"
         smi = _output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"])
         print(f"nvidia-smi: {smi or 'none'}")
-    print(f"torch: {torch.__version__}")
     return 0
+
+
+def _release(compiler: str) -> str:
+    """The line of ``nvcc --version`` that names the release."""
+    lines = [line.strip() for line in (_output([compiler, "--version"]) or "").splitlines()]
+    told = next((line for line in lines if "release" in line), lines[-1] if lines else "")
+    return told or f"{compiler}, of unknown version"
 
 
 def _version(name: str) -> str:

@@ -12,17 +12,32 @@ from plan import Settings
 from runner import Result
 
 LOG = "log.txt"
+HEADING = "# GPU check of "  # by which a later run knows whose files these are
 FILES = (LOG, "summary.md", "junit.xml", "results.jsonl", "table.json", "report.md", "chart.svg")
 _SHOWN = {"terminal": 12, "file": 200}  # failing tests
 _WIDE = 2048  # tokens from which on a GEMM keeps a large GPU busy
 
 
-def write(out: Path, results: list[Result], settings: Settings, seconds: float) -> str:
-    """Write ``summary.md``; return the terminal's text."""
+def ours(out: Path) -> bool:
+    """Whether the files of :data:`FILES` in ``out`` are an earlier run's."""
+    try:
+        return (out / "summary.md").read_text(errors="replace").startswith(HEADING)
+    except OSError:
+        return False
+
+
+def write(
+    out: Path, results: list[Result], settings: Settings, seconds: float, *, running: bool = False
+) -> str:
+    """Write ``summary.md``; return the terminal's text. ``running``: more is to come."""
     results = [_with_figure(result, out) for result in results]
     failing = failing_tests(out / "junit.xml")
     medians = bench_medians(out / "results.jsonl")
-    (out / "summary.md").write_text(_markdown(out, results, failing, medians, settings, seconds))
+    kind = "dry run (no CUDA)" if settings.dry_run else "quick" if settings.quick else "full"
+    kind += ", NOT AT ITS END: more steps were to come" if running else ""
+    part = out / "summary.md.part"
+    part.write_text(_markdown(results, failing, medians, settings.commit, kind, seconds))
+    part.replace(out / "summary.md")  # whole at any time
     lines = ["", *_text_table([(r.name, _state(r), r.detail[:100]) for r in results])]
     if failing:
         lines += ["", f"{len(failing)} tests failed:"]
@@ -46,7 +61,7 @@ def _with_figure(result: Result, out: Path) -> Result:
     lines = [line.strip() for line in result.output.splitlines() if line.strip()]
     figure = ""
     if result.name in ("build", "memcheck", "racecheck", "cuda-check"):
-        figure = lines[-1][:160] if lines else ""
+        figure = lines[-1][:160] if lines else "up to date" if result.name == "build" else ""
     elif result.name == "machine":
         found = [li for li in lines if li.startswith(("gpu 0:", "torch:"))]
         figure = "; ".join(found)
@@ -161,16 +176,15 @@ def _text_table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _markdown(
-    out: Path,
     results: list[Result],
     failing: list[tuple[str, str]],
     medians: list[dict],
-    settings: Settings,
+    commit: str,
+    kind: str,
     seconds: float,
 ) -> str:
-    kind = "dry run (no CUDA)" if settings.dry_run else "quick" if settings.quick else "full"
     date = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    lines = [f"# GPU check of {settings.commit}, {date}", ""]
+    lines = [f"{HEADING}{commit}, {date}", ""]
     lines += [f"{kind}, {seconds:.0f} s. Output of all steps: {LOG}", ""]
     lines += _markdown_table(
         ("step", "result", "seconds", "figure or first error"),

@@ -19,11 +19,6 @@ class Workspace:
         for path in (self.tree, self.cache, self.scratch):
             path.mkdir()
 
-    @property
-    def extension(self) -> Path | None:
-        """The compiled extension in the copy."""
-        return next(iter(sorted((self.tree / "tpkernels").glob("_C*.so"))), None)
-
     def copy(self, *, with_extension: bool) -> None:
         """Copy the checkout, whether git tracks a file or not."""
 
@@ -42,4 +37,6 @@ class Workspace:
     def keep_table(self) -> None:
         """Copy the table that tuning wrote, if it did, to OUT_DIR."""
         for table in sorted((self.cache / "tables").glob("*.json"))[:1]:
-            shutil.copyfile(table, self.out / "table.json")
+            part = self.out / "table.json.part"
+            shutil.copyfile(table, part)
+            part.replace(self.out / "table.json")

@@ -20,10 +20,12 @@ def test_the_timer_times_the_device_and_not_the_host():
     device = torch.device("cuda", torch.cuda.current_device())
     timer = CudaTimer(device)
     x = torch.randn(4096, 4096, device=device)
-    once = [timer(lambda: x @ x) for _ in range(5)][-1]
-    thrice = [timer(lambda: [x @ x for _ in range(3)]) for _ in range(5)][-1]
-    assert 2.0 < thrice.us / once.us < 4.0
-    assert once.host_us is not None and 0 < once.host_us < 10_000
+    once, thrice = [], []
+    for _ in range(40):  # in turns, and the least: other processes may use the GPU as well
+        once.append(timer(lambda: x @ x))
+        thrice.append(timer(lambda: [x @ x for _ in range(3)]))
+    assert 2.0 < min(each.us for each in thrice) / min(each.us for each in once) < 4.0
+    assert 0 < min(each.host_us for each in once) < 10_000
     assert cache_bytes(device) > 1 << 20
 
 

@@ -146,6 +146,27 @@ def test_bad_values_are_one_line_and_exit_2(arguments, message, capsys):
     assert status == 2 and message in error and error.count("\n") == 1
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux")
+@pytest.mark.parametrize("path", ["/proc/x.jsonl", "/dev/full"])
+def test_a_file_that_cannot_be_written_is_one_line(path, capsys):
+    """Also where permissions say it can."""
+    assert main(tiny("--quick", "--out", path)) == 2
+    said = capsys.readouterr().err
+    assert said.count("error:") == 1 and "Traceback" not in said
+    assert f"error: --out {path}: it cannot be written: " in said
+
+
+def test_a_file_is_left_as_it_was_by_the_look_whether_it_can_be_written(tmp_path):
+    from tpkernels.benchmarks.options import check_output
+
+    new, old, link = tmp_path / "new", tmp_path / "old", tmp_path / "link"
+    old.write_text("kept")
+    link.symlink_to(new)
+    for path in (new, old, link):
+        check_output("--out", path)
+    assert not new.exists() and old.read_text() == "kept" and link.is_symlink()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_asking_for_a_gpu_that_is_not_there(capsys):
     assert main(["--device", "cuda"]) == 2

@@ -76,6 +76,41 @@ def test_foreign_files_are_refused(text, message, tmp_path):
         rows.read([path])
 
 
+def test_a_row_that_was_cut_off_is_left_out_with_a_warning(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    whole = json.dumps(asdict(EAGER))
+    path.write_text(f"{whole}\n{whole[:90]}")
+    assert rows.read([path]) == [EAGER]
+    said = capsys.readouterr().err
+    assert said == f"tpkernels bench: warning: {path}, line 2 was cut off, left out\n"
+    with rows.appending(path) as stream:
+        rows.write([EAGER], stream)
+    assert path.read_text().splitlines() == [whole, whole[:90], whole]
+    assert rows.read([path]) == [EAGER] * 2
+    assert "line 2 was cut off" in capsys.readouterr().err
+    path.write_text(whole)  # whole, but for its newline
+    with rows.appending(path) as stream:
+        rows.write([EAGER], stream)
+    assert rows.read([path]) == [EAGER] * 2 and capsys.readouterr().err == ""
+    path.write_text(whole[:90])
+    with pytest.raises(ConfigError, match="has no rows"):
+        rows.read([path])
+
+
+@pytest.mark.parametrize("length", range(1, len(json.dumps(asdict(EAGER))), 7))
+def test_wherever_a_row_is_cut_it_is_known(length, tmp_path):
+    path, whole = tmp_path / "rows.jsonl", json.dumps(asdict(EAGER))
+    path.write_text(f"{whole}\n{whole[:length]}\n{whole}\n")
+    assert rows.read([path]) == [EAGER] * 2
+
+
+def test_a_wrong_line_that_is_not_cut_off_is_refused(tmp_path):
+    path, whole = tmp_path / "rows.jsonl", json.dumps(asdict(EAGER))
+    path.write_text(f"{whole}\n{whole.replace(':', '=', 2)}\n{whole}\n")
+    with pytest.raises(ConfigError, match="line 2: not JSON"):
+        rows.read([path])
+
+
 def test_a_missing_or_binary_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"absent\.jsonl cannot be read"):
         rows.read([tmp_path / "absent.jsonl"])

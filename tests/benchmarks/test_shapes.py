@@ -27,6 +27,13 @@ def test_every_model_at_every_split_and_number_of_tokens():
     assert all(each.bias != each.gated for each in found)
 
 
+def test_the_order_is_that_of_the_request_and_models_take_turns():
+    found = shapes.shards(["gpt2-xl", "gpt3-13b"], [8, 1], [8192, 16])
+    assert [(each.m, each.tp, each.model) for each in found] == [
+        (m, tp, model) for m in (8192, 16) for tp in (8, 1) for model in ("gpt2-xl", "gpt3-13b")
+    ]
+
+
 def test_a_split_that_does_not_divide_names_one_that_does():
     with pytest.raises(ConfigError, match=r"--tp 3 does not divide d_ff 6400 of gpt2-xl.*Fix"):
         list(shapes.shards(["gpt2-xl"], [3], [1]))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from torch import nn
 
-from tpkernels import check_agreement
+from tpkernels import TPMLP, RowParallelLinear, check_agreement, parallelize
 from tpkernels.comm.agreement import CHECKED_CALLS, InputCheck
 from tpkernels.comm.group import resolve_group
 from tpkernels.errors import AgreementError, ConfigError
+from tpkernels.kernels import available
 from tpkernels.testing import RankError, count_collectives
 
 BASE = torch.arange(24.0).view(4, 6)
@@ -139,6 +143,85 @@ def test_an_unknown_mode_is_refused(pool):
     with pytest.raises(RankError, match="TPKERNELS_CHECK='often' is not known") as caught:
         pool.run(checked_calls, 1, world_size=2, env={"TPKERNELS_CHECK": "often"})
     assert isinstance(caught.value.__cause__, ConfigError)
+
+
+def overlap_differs(group, odd, given, values):
+    """The message, and what was sent, where the odd rank asks for another overlap."""
+    group, check = resolve_group(group), InputCheck()
+    setting = odd if group.rank == 1 else given
+    os.environ.pop("TPKERNELS_OVERLAP", None)
+    if setting is not None:
+        os.environ["TPKERNELS_OVERLAP"] = setting
+    with count_collectives() as counts:
+        try:
+            check(values, group, "layer")
+            found = "no error"
+        except AgreementError as error:
+            found = str(error)
+    return found, counts.total.calls
+
+
+@pytest.mark.parametrize("values", [{"x": BASE}, {}], ids=["tensors", "none"])
+@pytest.mark.parametrize(
+    ("odd", "given", "names"),
+    [
+        ("off", "signaled", ["signaled", "off", "signaled"]),
+        ("signaled", None, ["auto", "signaled", "auto"]),
+        ("chunked", "off", ["off", "chunked", "off"]),
+        ("nonsense", "off", ["off", "not a strategy", "off"]),
+    ],
+)
+def test_another_overlap_is_told_on_every_rank_before_any_other_collective(
+    pool, odd, given, names, values
+):
+    found = pool.run(overlap_differs, odd, given, values, world_size=3)
+    for rank, (message, calls) in enumerate(found):
+        assert message.startswith("inputs of layer: TPKERNELS_OVERLAP differs between the ranks")
+        assert f"{', '.join(names)} by rank of the group" in message
+        assert f"this is rank {rank}: {names[rank]})" in message
+        assert "Fix: export the same TPKERNELS_OVERLAP on every rank" in message
+        assert calls == 1
+
+
+@pytest.mark.parametrize("setting", [None, "off", "signaled", "nonsense"])
+def test_one_overlap_agrees(pool, setting):
+    """One that no rank can have is for the ops to refuse."""
+    found = pool.run(overlap_differs, setting, setting, {"x": BASE}, world_size=2)
+    assert found == [("no error", 2)] * 2
+
+
+def test_unset_is_auto(pool):
+    assert pool.run(overlap_differs, None, "auto", {"x": BASE}, world_size=2)[0][0] == "no error"
+
+
+def call_module(group, build, settings):
+    os.environ["TPKERNELS_OVERLAP"] = settings[group.rank()]
+    return build(group)(torch.ones(8, 4))
+
+
+def mlp(group):
+    return TPMLP(4, 8, group=group)
+
+
+def linear(group):
+    return RowParallelLinear(4, 4, input_is_parallel=False, group=group)
+
+
+def whole_model(group):
+    block = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    model = nn.Sequential(block)
+    parallelize(model, group)
+    return model
+
+
+@pytest.mark.parametrize("build", [mlp, linear, whole_model])
+@pytest.mark.parametrize("settings", [("chunked", "off"), ("off", "signaled")])
+def test_a_module_s_ranks_with_other_overlaps_raise_and_do_not_hang(pool, build, settings):
+    if "signaled" in settings and build is whole_model and not available.status().available:
+        pytest.skip("parallelize refuses signaled here")
+    with pytest.raises(RankError, match="TPKERNELS_OVERLAP differs between") as caught:
+        pool.run(call_module, build, settings, world_size=2, timeout=60)
+    assert [f.type_name.split(".")[-1] for f in caught.value.failures] == ["AgreementError"] * 2
 
 
 def test_a_group_of_one_agrees_with_itself():

@@ -80,9 +80,8 @@ def test_without_tf32_products_are_not_rounded():
 KINDS = {
     "bf16 odd": ("bf16", "contiguous", False, True),
     "bf16 of 16, none optional": ("bf16", "contiguous", True, False),
-    "bf16 transposed of 16": ("bf16", "transposed", True, True),
-    "fp16 transposed odd": ("fp16", "transposed", False, True),
-    "fp16 of 16": ("fp16", "contiguous", True, True),
+    "fp16 transposed of 16": ("fp16", "transposed", True, True),
+    "bf16 transposed odd": ("bf16", "transposed", False, True),
     "fp32 strided odd, none optional": ("fp32", "strided", False, False),
 }
 
@@ -125,16 +124,16 @@ def test_empty_and_tiny_sizes_are_exact(op, size, device):
     if device.type == "cpu" and size[0] and size[2] and op.name not in ("gemm_act", "gemm_dact"):
         pytest.skip("the interpreter's sizes are tested with the ops")
     m, k, n = size
-    tensors = moved(op.integers((m,), k, n, torch.bfloat16), device)
+    tensors = moved(op.integers((m,), k, n, torch.float32), device)
     with choice.using("triton"):
-        ours = op.run(tensors, "relu")
-    assert_equal(ours, op.expected(tensors, "relu"))
+        ours = op.run(tensors, "relu2")  # of kernels that tests/ops/test_cuda.py compiles as well
+    assert_equal(ours, op.expected(tensors, "relu2"))
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @by_name
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bf16"])
 def test_integers_are_exact(op, dtype):
     """Sums of up to 200 products of -1, 0 and 1 fit every dtype: any lost tile shows."""
     tensors = moved(op.integers((300,), 200, 520, DTYPES[dtype]), "cuda")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 import warnings
 from dataclasses import replace
@@ -157,6 +158,22 @@ BROKEN = {
     "an unknown implementation": lambda text: text.replace('"triton", "config"', '"x", "config"'),
     "no time": lambda text: text.replace('"us": 90', '"us": NaN'),
     "zero time": lambda text: text.replace('"us": 90', '"us": 0'),
+    "true for a format": lambda text: text.replace('"format": 1', '"format": true'),
+    "true for a size": lambda text: text.replace('"m": 2048', '"m": true'),
+    "a size with a point": lambda text: text.replace('"m": 2048', '"m": 2048.0'),
+    "a size beyond any": lambda text: text.replace('"m": 2048', f'"m": {1 << 4000}'),
+    "true for a time": lambda text: text.replace('"us": 90', '"us": true'),
+    "a time beyond any float": lambda text: text.replace('"us": 90', f'"us": {10**400}'),
+    "an endless time": lambda text: text.replace('"us": 90', '"us": 1e999'),
+    "more digits than Python reads": lambda text: text.replace('"us": 90', '"us": ' + "9" * 5000),
+    "a version that no terminal shows": lambda text: re.sub(
+        '"triton": "[^"]*"', r'"triton": "\\ud800"', text
+    ),
+    "a date of two lines": lambda text: text.replace('"date": "', r'"date": "\n'),
+    "config of numbers": lambda text: re.sub('"config": "[^"]*"', '"config": [1]', text),
+    "nested too deep": lambda text: text.replace(
+        '"commit": ""', '"commit": ' + "[" * 200_000 + "]" * 200_000
+    ),
     "not text": lambda _: b"\xff\xfe\x00",
 }
 

@@ -10,7 +10,7 @@ import torch
 
 from tpkernels.errors import ConfigError
 from tpkernels.kernels import available, table
-from tpkernels.kernels.config import GemmConfig
+from tpkernels.kernels.config import GemmConfig, configs
 from tpkernels.kernels.table import DeviceDescription, TableRow
 from tpkernels.ops import choice, implementations
 from tpkernels.ops.implementations import LOCAL_OPS, Call, ImplementationStatus
@@ -18,7 +18,7 @@ from tpkernels.ops.implementations import LOCAL_OPS, Call, ImplementationStatus
 H200 = DeviceDescription("NVIDIA H200", (9, 0))
 T4 = DeviceDescription("Tesla T4", (7, 5))
 CUDA = torch.device("cuda", 0)
-CONFIG = "128x256x64 g8 s3 w8 tma"
+CONFIG = "128x128x64 g8 s4 w8 tma"
 ROW = TableRow("gemm_act", "bfloat16", "gelu_tanh", 2048, 4096, 1024, "triton", CONFIG, 90, 100)
 CALL = Call("gemm_act", "cuda", H200, torch.bfloat16, "gelu_tanh", True)
 
@@ -46,8 +46,8 @@ def gpu(tmp_path, monkeypatch):
     choice.apply()
 
 
-def choose(op="gemm_act", dtype=torch.bfloat16, m=2048, act="gelu_tanh", bias=True):
-    return choice.choose(op, CUDA, dtype, m, 4096, 1024, act=act, bias=bias)
+def choose(op="gemm_act", dtype=torch.bfloat16, m=2048, act="gelu_tanh", bias=True, aligned=True):
+    return choice.choose(op, CUDA, dtype, m, 4096, 1024, act=act, bias=bias, aligned=aligned)
 
 
 def test_what_was_not_measured_is_plain_pytorch():
@@ -78,16 +78,69 @@ def test_the_measured_winner_serves_its_bucket_and_no_other():
             "measured to be the fastest",
         ),
         (replace(ROW, implementation="cublaslt", config=None), "cublaslt", "measured 90.0 us"),
-        (replace(ROW, config="256x256"), "reference", "cannot be used: '256x256' is not a tile"),
+        (replace(ROW, config="256x256"), "reference", "cannot be used: '256x256' is no tile conf"),
+        (replace(ROW, config="512x512x64 g8 s9 w8"), "reference", "'512x512x64 g8 s9 w8' is no"),
+        (replace(ROW, config=f"{'9' * 5000}x8x8 g1 s1 w1"), "reference", f"'{'9' * 60}...' is no"),
+        (replace(ROW, config=""), "reference", "'' is no tile configuration of gemm_act"),
+        (replace(ROW, op="act_grad"), "reference", "is no tile configuration of act_grad"),
+        (replace(ROW, dtype="int8"), "reference", "is no tile configuration of gemm_act"),
+        (replace(ROW, implementation="cublaslt"), "cublaslt", "measured 90.0 us"),
         (replace(ROW, implementation="cuda"), "reference", "cuda was the fastest, but not part"),
         (replace(ROW, config=None), "triton", "measured 90.0 us"),
     ],
-    ids=["slower", "reference", "cublaslt", "unknown config", "unknown kernels", "no config"],
+    ids=[
+        "slower",
+        "reference",
+        "cublaslt",
+        "no tiles",
+        "tiles that are not tuned",
+        "absurd numbers",
+        "empty config",
+        "op without tiles",
+        "dtype without tiles",
+        "cublaslt with tiles",
+        "unknown kernels",
+        "no config",
+    ],
 )
 def test_rows_of_every_kind(row, name, reason):
     """TP-12: never slower than plain PyTorch by choice."""
     found = choice.decide(CALL, "auto", row)
     assert found.implementation == name and reason in found.reason
+    assert (found.config is not None) == (name == "triton" and row.config is not None)
+
+
+def test_tiles_of_another_capability_are_not_used():
+    """Their time was of this device, but of a version that had them here."""
+    ampere = str(configs("gemm_act", torch.bfloat16, (8, 0))[0])
+    row = replace(ROW, config=ampere)
+    assert choice.decide(CALL, "auto", row).implementation == "reference"
+    a100 = DeviceDescription("NVIDIA A100", (8, 0))
+    found = choice.decide(replace(CALL, device=a100), "auto", row)
+    assert found.implementation == "triton" and str(found.config) == ampere
+
+
+def test_a_row_that_cannot_be_used_is_plain_pytorch_at_every_call_and_in_the_report():
+    table.record([replace(ROW, config="1x1x1 g1 s1 w1"), replace(ROW, m=16)], H200)
+    for _ in range(2):
+        assert choose().implementation == "reference"
+        assert choose(m=16).implementation == "triton"
+    found = {op: name for op, name, _ in choice.resolve_on(H200)}
+    assert found["gemm_act"] == "reference 1, triton 1"
+
+
+def test_operands_unlike_the_measured_are_plain_pytorch(gpu):
+    """TP-12: never slower than plain PyTorch by choice."""
+    table.record([ROW, replace(ROW, m=16, implementation="cublaslt", config=None)], H200)
+    for m, winner in ((2048, "triton"), (16, "cublaslt")):
+        for _ in range(2):  # each is remembered for itself
+            assert choose(m=m).implementation == winner
+            assert choose(m=m, aligned=False) == choice.Choice("reference", choice.UNALIGNED)
+    for n, k in ((4096 - 8, 1024), (4096, 1024 - 8), (4095, 1023)):  # of the same buckets
+        found = choice.choose("gemm_act", CUDA, torch.bfloat16, 2048, n, k, act="gelu_tanh")
+        assert found == choice.Choice("reference", choice.UNALIGNED)
+    gpu.setenv("TPKERNELS_GEMM", "triton")
+    assert choose(aligned=False) == choice.Choice("triton", "asked for")
 
 
 def test_a_row_that_cannot_serve_this_call_is_not_used():
@@ -209,7 +262,8 @@ def test_the_report_s_words(gpu):
 
 
 def test_what_serves_each_op_by_measured_shape():
-    rows = [ROW, replace(ROW, m=16, us=200), replace(ROW, op="gemm_dact")]
+    tiles = str(configs("gemm_dact", torch.bfloat16, H200.capability)[0])
+    rows = [ROW, replace(ROW, m=16, us=200), replace(ROW, op="gemm_dact", config=tiles)]
     table.record(rows, H200)
     found = {op: (name, reason) for op, name, reason in choice.resolve_on(H200)}
     assert tuple(found) == LOCAL_OPS

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 from pathlib import Path
 
 import torch
 
-from tpkernels.benchmarks import shapes
+from tpkernels.benchmarks import rows, shapes
 from tpkernels.benchmarks.shapes import Shard
 from tpkernels.cli import CommandParser, positive
 from tpkernels.errors import ConfigError
@@ -153,5 +154,14 @@ def check_output(option: str, path: Path | None) -> None:
         )
     if not folder.is_dir():
         raise ConfigError(f"{option} {path}: its directory is not there. Fix: mkdir -p {folder}")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"{option} {path}: it cannot be written. Fix: another {option}")
+    there = path.exists()
+    try:
+        if there and not path.is_file():  # opening a pipe waits for who reads it
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        else:
+            path.open("a").close()  # the one certain test: file systems have rules of their own
+            if not there:
+                path.resolve().unlink()
+    except OSError as error:
+        raise rows.unwritable(option, path, error) from error

@@ -128,7 +128,7 @@ def _measure(parsed: Namespace, programs: list[str]) -> int:
                 jobs.append(_mlp_job(op, whole, dtype, device, not parsed.no_compile))
     found: list[rows.Row] = []
     with session.threads(parsed.threads), contextlib.ExitStack() as stack:
-        out = stack.enter_context(parsed.out.open("a")) if parsed.out else None
+        out = stack.enter_context(rows.appending(parsed.out)) if parsed.out else None
         run = Session(
             device, dtype, rows.origin(device, parsed.commit), settings, Budget(parsed.budget), out
         )

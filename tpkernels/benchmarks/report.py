@@ -148,10 +148,16 @@ def run(parsed: Namespace) -> int:
     if parsed.chart is not None:
         from tpkernels.benchmarks import chart  # matplotlib is optional
 
-        chart.draw(groups(found), parsed.chart)
+        try:
+            chart.draw(groups(found), parsed.chart)
+        except OSError as error:
+            raise rows.unwritable("--chart", parsed.chart, error) from error
     markdown = text(found, details=parsed.details)
     if parsed.out is not None:
-        parsed.out.write_text(markdown + "\n")
+        try:
+            parsed.out.write_text(markdown + "\n")
+        except OSError as error:
+            raise rows.unwritable("--out", parsed.out, error) from error
     else:
         print(markdown)
     return 0

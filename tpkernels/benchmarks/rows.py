@@ -6,8 +6,10 @@ import json
 import math
 import platform
 import subprocess
+import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -140,11 +142,54 @@ def git_commit() -> str:
     return commit + "+" * bool(changes)
 
 
+@contextmanager
+def appending(path: Path) -> Iterator[TextIO]:
+    """`--out`, open at its end, on a new line even where its last one was cut off.
+
+    Raises:
+        ConfigError: it cannot be opened, or not written to.
+    """
+    try:
+        stream = path.open("a")
+        if path.is_file() and not _ends_with_a_line(path):
+            stream.write("\n")
+    except OSError as error:
+        raise unwritable("--out", path, error) from error
+    try:
+        yield stream
+    finally:
+        try:
+            stream.close()
+        except OSError as error:  # writes what is still in its buffer
+            raise unwritable("--out", path, error) from error
+
+
+def unwritable(option: str, path: Path | str, error: OSError) -> ConfigError:
+    """For a file that cannot be opened, or not be written to its end."""
+    return ConfigError(
+        f"{option} {path}: it cannot be written: {error.strerror or error}. Fix: another {option}"
+    )
+
+
+def _ends_with_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        length = file.seek(0, 2)
+        file.seek(max(0, length - 1))
+        return file.read() in (b"", b"\n")
+
+
 def write(rows: Iterable[Row], stream: TextIO) -> None:
-    """Append, one line a row, and flush: what is written survives an interrupt."""
-    for row in rows:
-        stream.write(json.dumps(asdict(row), allow_nan=False) + "\n")
-    stream.flush()
+    """Append, one line a row, and flush: what is written survives an interrupt.
+
+    Raises:
+        ConfigError: it cannot be written, as on a full disk.
+    """
+    lines = [json.dumps(asdict(row), allow_nan=False) + "\n" for row in rows]
+    try:
+        stream.writelines(lines)
+        stream.flush()
+    except OSError as error:
+        raise unwritable("--out", getattr(stream, "name", "stream"), error) from error
 
 
 def digits(value: float | None) -> float | None:
@@ -155,20 +200,24 @@ def digits(value: float | None) -> float | None:
 def read(paths: Iterable[Path]) -> list[Row]:
     """The rows of all files, in order.
 
+    A row that was cut off as its process was killed is left out, with a warning on stderr.
+
     Raises:
         ConfigError: naming file and line: not there, not JSON, not one of our rows, or no row.
     """
     rows = []
     for path in paths:
         try:
-            lines = path.read_text().splitlines()
+            text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}. Fix: {_MAKE}") from error
-        found = [
-            _parse(line, f"{path}, line {number}")
-            for number, line in enumerate(lines, 1)
-            if line.strip()
-        ]
+        lines, found = text.splitlines(), []
+        for number, line in enumerate(lines, 1):
+            where, last = f"{path}, line {number}", number == len(lines) and text[-1:] != "\n"
+            if _is_cut_off(line, last):
+                print(f"tpkernels bench: warning: {where} was cut off, left out", file=sys.stderr)
+            elif line.strip():
+                found.append(_parse(line, where))
         if not found:
             raise ConfigError(f"{path} has no rows. Fix: {_MAKE}")
         rows += found
@@ -176,6 +225,22 @@ def read(paths: Iterable[Path]) -> list[Row]:
 
 
 _MAKE = "write it with `tpkernels bench --out FILE`"
+
+
+_START = json.dumps({fields(Row)[0].name: ""})[:-2]  # of every line that was written
+
+
+def _is_cut_off(line: str, last: bool) -> bool:
+    """Whether `line` is the beginning of a row; or anything but JSON, at a file's end."""
+    if not line.strip() or not (last or line.startswith(_START) or _START.startswith(line)):
+        return False
+    try:
+        json.loads(line)
+    except json.JSONDecodeError as error:
+        # At its end: in a string, or at most a literal before it. Else it is whole, and wrong.
+        at_the_end = error.pos >= len(line) - len("false") and error.msg != "Extra data"
+        return last or at_the_end or error.msg.startswith("Unterminated string")
+    return False
 
 
 def _parse(line: str, where: str) -> Row:

@@ -82,16 +82,16 @@ class Shard:
 
 
 def shards(models: Iterable[str], tps: Iterable[int], ms: Iterable[int]) -> Iterator[Shard]:
-    """All combinations; M varies slowest.
+    """All combinations, in the order given; M varies slowest, the model fastest.
 
     Raises:
         ConfigError: an R that does not divide a model's d_ff.
     """
     models, tps = tuple(models), tuple(tps)
     for m in ms:
-        for name in models:
-            mlp = MODELS[name]
-            for tp in tps:
+        for tp in tps:
+            for name in models:
+                mlp = MODELS[name]
                 if mlp.d_ff % tp:
                     raise ConfigError(
                         f"--tp {tp} does not divide d_ff {mlp.d_ff} of {name}. "

@@ -4,7 +4,7 @@ Ranks of one tensor-parallel group must be fed the same inputs and hold the same
 weights. When they do not, every number downstream is wrong and nothing else would say so; with
 different shapes the next collective hangs. So each rank's values are reduced to a short
 fingerprint, the fingerprints are gathered (one small collective), and a difference raises on
-every rank.
+every rank. So does a difference in ``TPKERNELS_OVERLAP``, which says what collectives there are.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from torch import Tensor
 from tpkernels import envs
 from tpkernels.comm.collectives import all_gather_bytes
 from tpkernels.comm.group import Group, GroupLike, resolve_group
-from tpkernels.errors import AgreementError
+from tpkernels.errors import AgreementError, ConfigError
 
 CHECKED_CALLS = 2  # how many calls "first" covers: the first, and one with warm state
 _BLOCK = 1024  # words summed together; their sums are weighted by place, along both sides
 _WEIGHTS = 1021  # a prime period of the weights, so that equal blocks do not line up
+_OVERLAPS = ("auto", *envs.OVERLAP_STRATEGIES)  # sent as positions
+_NOT_COMPARED, _UNKNOWN = -1, -2
 _FIELDS = ("number of dimensions", "shape", "dtype", "values")
 
 
@@ -37,17 +39,24 @@ def check_agreement(values: Mapping[str, Tensor | None], group: GroupLike, what:
     Collective over the group: one all-gather of 32 bytes a tensor, whatever the tensors' size.
     """
     group = resolve_group(group)
-    if group.size == 1 or not values:
-        return
-    rows = torch.stack([_fingerprint(value) for value in values.values()])
-    count = torch.tensor([len(values), *([0] * 3)], dtype=torch.int64)
+    if group.size > 1 and values:
+        _compare(values, group, what, _NOT_COMPARED)
+
+
+def _compare(values: Mapping[str, Tensor | None], group: Group, what: str, overlap: int) -> None:
+    """Compare ``values`` and, before them, the position of the overlap setting."""
+    count = torch.tensor([len(values), overlap, 0, 0], dtype=torch.int64)
     device = _device(group)
-    counts = all_gather_bytes(count.to(device), group.name).cpu()
+    counts = all_gather_bytes(count.to(device), group.name).cpu()  # [R, 4]
+    _check_overlap(counts[:, 1].tolist(), group, what)
     if not bool((counts[:, 0] == len(values)).all()):
         raise AgreementError(
             f"{what}: the ranks of {group!r} name different numbers of tensors: "
             f"{counts[:, 0].tolist()}. Fix: give every rank of a group the same arguments"
         )
+    if not values:
+        return
+    rows = torch.stack([_fingerprint(value) for value in values.values()])
     gathered = all_gather_bytes(rows.to(device), group.name).cpu()  # [R, T, 4]
     for index, name in enumerate(values):
         seen = gathered[:, index]
@@ -63,6 +72,29 @@ def check_agreement(values: Mapping[str, Tensor | None], group: GroupLike, what:
                     "and the same replicated weights (same seed or checkpoint); "
                     "TPKERNELS_CHECK=off skips the check"
                 )
+
+
+def _check_overlap(positions: list[int], group: Group, what: str) -> None:
+    if len(set(positions)) == 1:
+        return
+    names = [_OVERLAPS[each] if each >= 0 else "not a strategy" for each in positions]
+    raise AgreementError(
+        f"{what}: TPKERNELS_OVERLAP differs between the ranks of {group!r}, and with it their "
+        f"collectives: {', '.join(names)} by rank of the group (this is rank {group.rank}: "
+        f"{names[group.rank]}). Fix: export the same TPKERNELS_OVERLAP on every rank, or on none"
+    )
+
+
+def _asked_overlap() -> int:
+    """The position of this rank's overlap setting.
+
+    One that does not exist is compared as well: raising here, alone, would leave the others
+    waiting. Where all ranks have such a one, the ops raise.
+    """
+    try:
+        return _OVERLAPS.index(envs.overlap())
+    except ConfigError:
+        return _UNKNOWN
 
 
 def _device(group: Group) -> torch.device:
@@ -123,7 +155,13 @@ class InputCheck:
         self._seen = 0
 
     def __call__(self, values: Mapping[str, Tensor | None], group: Group, what: str) -> None:
-        """Compare ``values`` between the ranks of ``group`` if this call is one to check."""
+        """Compare ``values`` between the ranks of ``group`` if this call is one to check.
+
+        And what they ask for in ``TPKERNELS_OVERLAP``, which costs no collective more.
+
+        Raises:
+            AgreementError: on every rank, naming what differs.
+        """
         if not self.enabled or group.size == 1 or torch.compiler.is_compiling():
             return
         mode = envs.check()
@@ -131,4 +169,4 @@ class InputCheck:
             self._seen += 1
         elif mode != "always":
             return
-        check_agreement(values, group, f"inputs of {what}")
+        _compare(values, group, f"inputs of {what}", _asked_overlap())

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import re
 import threading
@@ -119,6 +118,7 @@ class Table:
         return int.from_bytes(hashlib.sha256(repr(chosen).encode()).digest()[:8], "big") >> 1
 
 
+_LARGEST = 1 << 62  # a size
 generation = 0  # counts changes; what was derived from an older table is stale
 _tables: dict[str, Table] = {}
 _lock = threading.RLock()
@@ -269,10 +269,13 @@ def read(path: Path, device: DeviceDescription) -> TableFile | None:
     except (ConfigError, ValueError) as error:  # JSON's error is a ValueError
         _warn(f"{path} is ignored: {error}. Fix: delete it, then {TUNE}")
         return None
+    except RecursionError:
+        _warn(f"{path} is ignored: it is nested too deep. Fix: delete it, then {TUNE}")
+        return None
 
 
 def _parsed(path: Path, found: Any, device: DeviceDescription) -> TableFile:
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(found, dict) or not _is(found.get("format"), FORMAT):
         given = found.get("format") if isinstance(found, dict) else None
         raise ConfigError(f"its format is {given!r} and this version reads {FORMAT}")
     if (found.get("device"), found.get("capability")) != (device.name, [*device.capability]):
@@ -281,6 +284,9 @@ def _parsed(path: Path, found: Any, device: DeviceDescription) -> TableFile:
             f"is {device.name!r}, {[*device.capability]}"
         )
     head = {name: str(found.get(name, "")) for name in ("torch", "triton", "commit", "date")}
+    for name, value in head.items():
+        if not _is_text(value):
+            raise ConfigError(f"its {name} is not right: {value!r}")
     rows = found.get("rows")
     if not isinstance(rows, list):
         raise ConfigError("its rows are not a list")
@@ -306,12 +312,12 @@ def _row(given: Any, versions: dict[str, str], what: str) -> TableRow:
         "op": isinstance(row.op, str),
         "dtype": isinstance(row.dtype, str),
         "epilogue": row.epilogue in EPILOGUES,
-        "m, n, k": all(isinstance(s, int) and s >= 0 and bucket(s) == s for s in sizes),
+        "m, n, k": all(type(s) is int and 0 <= s <= _LARGEST and bucket(s) == s for s in sizes),
         "implementation": row.implementation in envs.IMPLEMENTATIONS,
         "config": row.config is None or isinstance(row.config, str),
         "us": _is_time(row.us),
         "reference_us": _is_time(row.reference_us),
-        "torch, triton": isinstance(row.torch, str) and isinstance(row.triton, str),
+        "torch, triton": _is_text(row.torch) and _is_text(row.triton),
     }
     for name, right in checks.items():
         if not right:
@@ -319,8 +325,19 @@ def _row(given: Any, versions: dict[str, str], what: str) -> TableRow:
     return row
 
 
+def _is(value: Any, number: int) -> bool:
+    """Whether JSON says that integer; ``true`` equals 1 and is none."""
+    return type(value) is int and value == number
+
+
+def _is_text(value: Any) -> bool:
+    """What every terminal can show; JSON has text that none can."""
+    return isinstance(value, str) and value.isascii() and value.isprintable()
+
+
 def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+    """Microseconds, up to years; integers that no float holds are none."""
+    return type(value) in (int, float) and 0 < value < 1e15
 
 
 @lru_cache

@@ -20,6 +20,7 @@ import torch
 from tpkernels import envs, native
 from tpkernels.errors import ConfigError
 from tpkernels.kernels import available, table
+from tpkernels.kernels.alignment import VECTOR
 from tpkernels.kernels.table import TUNE, DeviceDescription, TableRow, bucket
 from tpkernels.library import OP_NAMES
 from tpkernels.ops.implementations import (
@@ -43,6 +44,17 @@ class Choice:
     config: GemmConfig | None = None
 
 
+UNALIGNED = (
+    f"operands that were not measured: not contiguous rows of a multiple of {VECTOR} elements on "
+    "16-byte boundaries"
+)
+_DTYPES = {  # `table.dtype_key` back
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "tf32": torch.float32,
+}
+_SHOWN = 60  # characters of a text that is not right
 _registered = False  # the extension's CPU kernels are in the dispatcher
 _interpreted: Any = None  # the library that holds the Triton kernels for CPU tensors
 _forced: list[str] = []  # names given to `using`, innermost last
@@ -124,8 +136,13 @@ def choose(
     *,
     act: str,
     bias: bool = False,
+    aligned: bool = True,
 ) -> Choice:
     """What serves local op ``op`` for a call of these sizes on ``device``.
+
+    Args:
+        aligned: whether the operands are as measured (``tpkernels.kernels.alignment``), besides
+            n and k, which are looked at here. Automatic choice takes plain PyTorch for others.
 
     Remembered by size bucket, until :func:`apply` or a change of the table.
 
@@ -138,15 +155,14 @@ def choose(
         _memo.clear()
         _memo_generation = table.generation
     tf32 = dtype is torch.float32 and table.tf32_allowed()
-    odd = (
-        n | k
-    ) * dtype.itemsize % 16 != 0  # rows that the measured kernels cannot read in vectors
-    key = (op, device, dtype, act, bias, bucket(m), bucket(n), bucket(k), odd, name, tf32)
+    aligned = aligned and (n | k) % VECTOR == 0
+    key = (op, device, dtype, act, bias, bucket(m), bucket(n), bucket(k), aligned, name, tf32)
     found = _memo.get(key)
     if found is None:
         on_cuda = device.type == "cuda"
-        call = Call(op, device.type, table.describe(device) if on_cuda else None, dtype, act, bias)
-        tabled = on_cuda and name == "auto" and not odd
+        described = table.describe(device) if on_cuda else None
+        call = Call(op, device.type, described, dtype, act, bias, aligned)
+        tabled = on_cuda and name == "auto" and aligned
         row = table.lookup(op, device, dtype, act, m, n, k) if tabled else None
         found = _memo[key] = decide(call, name, row)
     return found
@@ -169,6 +185,8 @@ def decide(call: Call, name: str, row: TableRow | None) -> Choice:
         return _automatic(call)
     if call.dtype is torch.float64:
         return Choice("reference", "no kernels for float64")
+    if not call.aligned:
+        return Choice("reference", UNALIGNED)
     if row is None:
         return Choice("reference", f"not tuned on {call.device.name} for this size: {TUNE}")
     if row.winner == "reference":
@@ -179,14 +197,32 @@ def decide(call: Call, name: str, row: TableRow | None) -> Choice:
     if refused is not None:
         return Choice("reference", f"{row.winner} was the fastest, but {refused.reason}")
     times = f"measured {row.us:.1f} us, plain PyTorch {row.reference_us:.1f} us"
-    if row.config is None:
+    if row.winner != "triton" or row.config is None:
         return Choice(row.winner, times)
-    from tpkernels.kernels.config import GemmConfig
+    tiles = _tiles(row, call.device.capability)
+    if tiles is None:  # another version's, or edited: its time says nothing of other tiles
+        shown = row.config if len(row.config) <= _SHOWN else f"{row.config[:_SHOWN]}..."
+        reason = f"the table's row cannot be used: {shown!r} is no tile configuration of {row.op}"
+        return Choice("reference", f"{reason} in this version: {TUNE}")
+    return Choice("triton", times, tiles)
 
-    try:
-        return Choice(row.winner, times, GemmConfig.parse(row.config))
-    except ConfigError as error:  # of a newer version: its time says nothing of another one
-        return Choice("reference", f"the table's row cannot be used: {error}")
+
+def _tiles(row: TableRow, capability: tuple[int, int]) -> GemmConfig | None:
+    """The tile configuration of a Triton row, if it is one of those that are tuned."""
+    from tpkernels.kernels import config
+
+    dtype = _DTYPES.get(row.dtype)
+    if dtype is None or row.op not in config.OPS:
+        return None
+    return {str(each): each for each in config.configs(row.op, dtype, capability)}.get(
+        row.config or ""
+    )
+
+
+def _winner(row: TableRow, capability: tuple[int, int]) -> str:
+    """The implementation that a row is taken for, as far as the device says."""
+    usable = row.winner != "triton" or row.config is None or _tiles(row, capability)
+    return row.winner if usable else "reference"
 
 
 def _automatic(call: Call) -> Choice:
@@ -270,9 +306,10 @@ def resolve_on(device: torch.device | DeviceDescription) -> list[tuple[str, str,
     if name != "auto":
         return [(op, *resolve("cuda")) for op in LOCAL_OPS]
     rows = table.table_of(device).rows.values()
+    capability = table.describe(device).capability
     found = []
     for op in LOCAL_OPS:
-        winners = [row.winner for row in rows if row.op == op]
+        winners = [_winner(row, capability) for row in rows if row.op == op]
         counts = {each: winners.count(each) for each in sorted(set(winners))}
         shown = ", ".join(f"{each} {count}" for each, count in counts.items())
         reason = "by measured shape; else reference" if winners else f"not tuned: {TUNE}"

@@ -43,6 +43,7 @@ class Call:
     Attributes:
         device_type: ``"cpu"``, ``"cuda"`` ...
         device: the CUDA device, None for others (and where the call is of no device yet).
+        aligned: whether its operands lie in memory as those that the measured table is for.
     """
 
     op: str
@@ -51,6 +52,7 @@ class Call:
     dtype: torch.dtype
     act: str
     bias: bool
+    aligned: bool = True
 
 
 @dataclass(frozen=True)

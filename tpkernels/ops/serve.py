@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tpkernels import reference
+from tpkernels.kernels import alignment
 from tpkernels.library import NAMESPACE, rows
 from tpkernels.ops import cublaslt
 from tpkernels.ops.checks import (
@@ -28,9 +30,10 @@ from tpkernels.ops.checks import (
     check_gemm_glu,
     check_glu_grad,
 )
-from tpkernels.ops.choice import choose
+from tpkernels.ops.choice import Choice, asked, choose
 
 _HERE = nullcontext()
+_VECTOR_BYTES = 16  # the widest load of a thread
 
 
 @lru_cache(maxsize=1)
@@ -68,53 +71,69 @@ def _shaped(results: Sequence[Tensor], lead: Sequence[int]) -> tuple[Tensor, ...
     return tuple(torch.ops.aten._unsafe_view(y, (*lead, y.shape[-1])) for y in results)
 
 
-def gemm_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    check_gemm_act("gemm_act", x, weight, bias, act)
-    x_MK = rows(x)
-    (m, k), n = x_MK.shape, weight.shape[0]
-    has_bias = bias is not None
-    chosen = choose("gemm_act", x.device, x.dtype, m, n, k, act=act, bias=has_bias)
-    if chosen.implementation == "triton":
-        with _on_device_of(x):
-            y = _triton().gemm_act(x_MK, weight, bias, act, config=chosen.config)
-    elif chosen.implementation == "cublaslt":
-        assert bias is not None
-        y = cublaslt.gemm_act(x_MK, weight, bias, act)
-    else:
-        return reference.gemm_act(x, weight, bias, act)
-    return _shaped((y,), x.shape[:-1])[0]
+def _choose_gemm(
+    op: str,
+    x: Tensor,
+    *weights: Tensor,
+    n: int,
+    act: str,
+    bias: bool = False,
+    others: Sequence[Tensor] = (),
+) -> Choice:
+    """What serves a GEMM; its operands are looked at only where a measured kernel would.
+
+    Args:
+        x: [..., K]. weights: 2-D, n columns of the output. others: what the epilogue reads.
+    """
+    m, k = _as_rows(x)
+    chosen = choose(op, x.device, x.dtype, m, n, k, act=act, bias=bias)
+    if chosen.implementation == "reference" or _as_measured(x, *weights, others=others):
+        return chosen
+    return choose(op, x.device, x.dtype, m, n, k, act=act, bias=bias, aligned=False)
 
 
-def gemm_act_aux(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> tuple[Tensor, Tensor]:
-    check_gemm_act("gemm_act_aux", x, weight, bias, act)
-    x_MK = rows(x)
-    (m, k), n = x_MK.shape, weight.shape[0]
-    has_bias = bias is not None
-    chosen = choose("gemm_act_aux", x.device, x.dtype, m, n, k, act=act, bias=has_bias)
-    if chosen.implementation != "triton":
-        return reference.gemm_act_aux(x, weight, bias, act)
-    with _on_device_of(x):
-        found = _triton().gemm_act(x_MK, weight, bias, act, aux=True, config=chosen.config)
-    y, pre = _shaped(found, x.shape[:-1])
-    return y, pre
+def _choose_elementwise(op: str, like: Tensor, *others: Tensor, act: str) -> Choice:
+    """What serves an element-wise op of tensors of one shape."""
+    m, n = _as_rows(like)
+    chosen = choose(op, like.device, like.dtype, m, n, 0, act=act)
+    if chosen.implementation == "reference" or _elements_as_measured(like, *others):
+        return chosen
+    return choose(op, like.device, like.dtype, m, n, 0, act=act, aligned=False)
 
 
-def act_grad(dy: Tensor, pre: Tensor, act: str) -> Tensor:
-    check_act_grad(dy, pre, act)
-    m, n = _as_rows(pre)
-    if choose("act_grad", pre.device, pre.dtype, m, n, 0, act=act).implementation != "triton":
-        return reference.activation_grad(dy, pre, act)
-    with _on_device_of(pre):
-        return _triton().act_grad(dy, pre, act)
+def _by_table(device: torch.device) -> bool:
+    """Whether the measured table decides: otherwise nothing about the operands matters."""
+    return device.type == "cuda" and asked() == "auto"
 
 
-def glu_grad(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    check_glu_grad(dy, gate, up, act)
-    m, n = _as_rows(gate)
-    if choose("glu_grad", dy.device, dy.dtype, m, n, 0, act=act).implementation != "triton":
-        return reference.glu_grad(dy, gate, up, act)
-    with _on_device_of(dy):
-        return _triton().glu_grad(dy, gate, up, act)
+def _as_measured(x: Tensor, *weights: Tensor, others: Sequence[Tensor] = ()) -> bool:
+    """Whether a GEMM's operands are as those of the measured table, where that decides.
+
+    Args:
+        x: [..., K]. weights: 2-D. others: [..., N], what the epilogue reads.
+    """
+    if not _by_table(x.device):
+        return True
+    if not all(map(_rows_are_a_view, (x, *others))):
+        return False
+    if len({weight.stride(1) == 1 for weight in weights}) > 1:  # brought to one order by copies
+        return False
+    return alignment.as_measured(rows(x), *weights, others=tuple(map(rows, others)))
+
+
+def _rows_are_a_view(x: Tensor) -> bool:
+    """Whether :func:`rows` copies nothing."""
+    if x.dim() < 3 or x.is_contiguous():
+        return True
+    lead = [each for each in zip(x.shape[:-1], x.stride()[:-1], strict=True) if each[0] != 1]
+    return all(outer == size * inner for (_, outer), (size, inner) in pairwise(lead))
+
+
+def _elements_as_measured(*tensors: Tensor) -> bool:
+    """The same of what is read element by element: without a copy, and in vectors."""
+    if not _by_table(tensors[0].device):
+        return True
+    return all(each.is_contiguous() and each.data_ptr() % _VECTOR_BYTES == 0 for each in tensors)
 
 
 def _as_rows(tensor: Tensor) -> tuple[int, int]:
@@ -124,29 +143,72 @@ def _as_rows(tensor: Tensor) -> tuple[int, int]:
     return tensor.shape[:-1].numel(), tensor.shape[-1]
 
 
+def gemm_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    check_gemm_act("gemm_act", x, weight, bias, act)
+    n, has_bias = weight.shape[0], bias is not None
+    chosen = _choose_gemm("gemm_act", x, weight, n=n, act=act, bias=has_bias)
+    if chosen.implementation == "triton":
+        with _on_device_of(x):
+            y = _triton().gemm_act(rows(x), weight, bias, act, config=chosen.config)
+    elif chosen.implementation == "cublaslt":
+        assert bias is not None
+        y = cublaslt.gemm_act(rows(x), weight, bias, act)
+    else:
+        return reference.gemm_act(x, weight, bias, act)
+    return _shaped((y,), x.shape[:-1])[0]
+
+
+def gemm_act_aux(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> tuple[Tensor, Tensor]:
+    check_gemm_act("gemm_act_aux", x, weight, bias, act)
+    n, has_bias = weight.shape[0], bias is not None
+    chosen = _choose_gemm("gemm_act_aux", x, weight, n=n, act=act, bias=has_bias)
+    if chosen.implementation != "triton":
+        return reference.gemm_act_aux(x, weight, bias, act)
+    with _on_device_of(x):
+        found = _triton().gemm_act(rows(x), weight, bias, act, aux=True, config=chosen.config)
+    y, pre = _shaped(found, x.shape[:-1])
+    return y, pre
+
+
+def act_grad(dy: Tensor, pre: Tensor, act: str) -> Tensor:
+    check_act_grad(dy, pre, act)
+    chosen = _choose_elementwise("act_grad", pre, dy, act=act)
+    if chosen.implementation != "triton":
+        return reference.activation_grad(dy, pre, act)
+    with _on_device_of(pre):
+        return _triton().act_grad(dy, pre, act)
+
+
+def glu_grad(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    check_glu_grad(dy, gate, up, act)
+    chosen = _choose_elementwise("glu_grad", gate, up, dy, act=act)
+    if chosen.implementation != "triton":
+        return reference.glu_grad(dy, gate, up, act)
+    with _on_device_of(dy):
+        return _triton().glu_grad(dy, gate, up, act)
+
+
 def gemm_dact(dy: Tensor, weight: Tensor, pre: Tensor, act: str) -> Tensor:
     check_gemm_dact("gemm_dact", dy, weight, pre, act)
-    dy_MK = rows(dy)
-    (m, k), n = dy_MK.shape, weight.shape[1]
-    chosen = choose("gemm_dact", dy.device, dy.dtype, m, n, k, act=act)
+    n = weight.shape[1]
+    chosen = _choose_gemm("gemm_dact", dy, weight, n=n, act=act, others=(pre,))
     if chosen.implementation != "triton":
         return reference.gemm_dact(dy, weight, pre, act)
     with _on_device_of(dy):
-        dh = _triton().gemm_dact(dy_MK, weight, rows(pre), act, config=chosen.config)
+        dh = _triton().gemm_dact(rows(dy), weight, rows(pre), act, config=chosen.config)
     return _shaped((dh,), dy.shape[:-1])[0]
 
 
 def gemm_dact_dbias(dy: Tensor, weight: Tensor, pre: Tensor, act: str) -> tuple[Tensor, Tensor]:
     check_gemm_dact("gemm_dact_dbias", dy, weight, pre, act)
-    dy_MK = rows(dy)
-    (m, k), n = dy_MK.shape, weight.shape[1]
-    chosen = choose("gemm_dact_dbias", dy.device, dy.dtype, m, n, k, act=act)
+    n = weight.shape[1]
+    chosen = _choose_gemm("gemm_dact_dbias", dy, weight, n=n, act=act, others=(pre,))
     if chosen.implementation != "triton":
         dh = gemm_dact(dy, weight, pre, act)  # by whatever is fastest for that
         return dh, rows(dh).sum(0)
     with _on_device_of(dy):
         dh, dbias = _triton().gemm_dact(
-            dy_MK, weight, rows(pre), act, dbias=True, config=chosen.config
+            rows(dy), weight, rows(pre), act, dbias=True, config=chosen.config
         )
     return _shaped((dh,), dy.shape[:-1])[0], dbias
 
@@ -187,15 +249,14 @@ def _glu(
 ) -> tuple[Tensor, ...] | None:
     """Triton's outputs, or None where plain PyTorch is to serve."""
     check_gemm_glu(op, x, w_gate, w_up, b_gate, b_up, act)
-    x_MK = rows(x)
-    (m, k), n = x_MK.shape, w_gate.shape[0]
     has_bias = b_gate is not None or b_up is not None
-    chosen = choose(op, x.device, x.dtype, m, n, k, act=act, bias=has_bias)
+    n = w_gate.shape[0]
+    chosen = _choose_gemm(op, x, w_gate, w_up, n=n, act=act, bias=has_bias)
     if chosen.implementation != "triton":
         return None
     with _on_device_of(x):
         found = _triton().gemm_glu(
-            x_MK, w_gate, w_up, b_gate, b_up, act, aux=aux, config=chosen.config
+            rows(x), w_gate, w_up, b_gate, b_up, act, aux=aux, config=chosen.config
         )
     return _shaped(found if aux else (found,), x.shape[:-1])
 
@@ -204,13 +265,14 @@ def gemm_dglu(
     dy: Tensor, weight: Tensor, gate: Tensor, up: Tensor, act: str
 ) -> tuple[Tensor, Tensor]:
     check_gemm_dglu(dy, weight, gate, up, act)
-    dy_MK = rows(dy)
-    (m, k), n = dy_MK.shape, weight.shape[1]
-    chosen = choose("gemm_dglu", dy.device, dy.dtype, m, n, k, act=act)
+    n = weight.shape[1]
+    chosen = _choose_gemm("gemm_dglu", dy, weight, n=n, act=act, others=(gate, up))
     if chosen.implementation != "triton":
         return reference.gemm_dglu(dy, weight, gate, up, act)
     with _on_device_of(dy):
-        found = _triton().gemm_dglu(dy_MK, weight, rows(gate), rows(up), act, config=chosen.config)
+        found = _triton().gemm_dglu(
+            rows(dy), weight, rows(gate), rows(up), act, config=chosen.config
+        )
     d_gate, d_up = _shaped(found, dy.shape[:-1])
     return d_gate, d_up
 
