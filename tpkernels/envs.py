@@ -10,7 +10,7 @@ variable                values (default)             meaning
                                                      asking for one raises
 ``TPKERNELS_OVERLAP``   auto, off, chunked,          overlap strategy of GEMM and collective;
                         signaled, fused (auto)       signaled needs a GPU; this version lacks
-                                                     fused: asking for it raises
+                                                     fused: asking for one raises
 ``TPKERNELS_CACHE``     a directory                  where ``tpkernels bench --tune`` keeps the
                         (~/.cache/tpkernels)         measured tables of this user
 ``TPKERNELS_CHECK``     first, always, off (first)   when ranks compare their inputs

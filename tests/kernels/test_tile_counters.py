@@ -30,7 +30,7 @@ def counts_of(rows, columns, chunk_rows, config):
     return counts
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.integers(0, 100), st.integers(0, 70), st.integers(2, 60), st.sampled_from(SMALL))
 def test_the_kernel_counts_what_is_expected(rows, columns, chunk_rows, config):
     x, w = torch.randn(rows, 24), torch.randn(columns, 24)
