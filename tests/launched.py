@@ -23,7 +23,7 @@ def main(how: str) -> int:
             misbehave(how)
         if how != "sleep":
             dist.all_reduce(torch.ones(1))
-        print(f"rank {dist.get_rank()} of {dist.get_world_size()} on {threads()} threads")
+        say(f"rank {dist.get_rank()} of {dist.get_world_size()} on {threads()} threads")
     except Exception as error:
         return launch.report_failure(error)
     dist.destroy_process_group()
@@ -38,8 +38,13 @@ def misbehave(how: str) -> None:
     if how == "bug":
         raise KeyError("missing")
     if how == "sleep":
-        print(f"sleeping {os.getpid()}", flush=True)
+        say(f"sleeping {os.getpid()}")
         time.sleep(600)
+
+
+def say(line: str) -> None:
+    """One write, so that the lines of two ranks cannot mix: `print` may write its end apart."""
+    os.write(1, f"{line}\n".encode())
 
 
 def threads() -> str:

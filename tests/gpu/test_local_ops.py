@@ -15,6 +15,8 @@ from tpkernels.ops import choice
 from tpkernels.testing import assert_two_times
 
 by_name = pytest.mark.parametrize("op", OPS, ids=str)
+# NumPy's, of infinities, where the kernels are interpreted.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GEMMS = [op for op in OPS if op.name not in ("act_grad", "glu_grad")]
 
