@@ -124,7 +124,7 @@ _AMPERE_16BIT = {  # mma.sync and cp.async; within 99 KB, the least that sm_86 a
         "16x128x128 g8 s3 w4",
     ),
     "gemm_dact": _list(
-        "128x256x32 g8 s3 w8 e4",
+        "128x256x32 g8 s3 w8 e8",
         "128x128x32 g8 s4 w8 e2",
         "64x128x32 g8 s4 w4 e2 b2",
         "64x64x64 g8 s4 w4 b2",
