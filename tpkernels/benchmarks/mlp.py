@@ -146,17 +146,9 @@ def _plain(act: str) -> Network:
 
 
 def _ours(act: str) -> Network:
-    def network(
-        x: Tensor,
-        w_up: Tensor,
-        b_up: Tensor | None,
-        w_gate: Tensor | None,
-        w_down: Tensor,
-        b_down: Tensor | None,
-    ) -> Tensor:
-        return mlp(x, w_up, b_up, w_down, b_down, act=act, w_gate=w_gate)
-
-    return network
+    return lambda x, w_up, b_up, w_gate, w_down, b_down: mlp(
+        x, w_up, b_up, w_down, b_down, act=act, w_gate=w_gate
+    )
 
 
 def _truths(op: str, inputs: Inputs, shard: Shard) -> list[Truth]:

@@ -10,11 +10,11 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import quantiles
 
 import torch
 import torch.distributed as dist
 
+from tpkernels.benchmarks.timers import percentile
 from tpkernels.demo.session import Session, counted
 from tpkernels.report import ParallelReport
 
@@ -47,10 +47,8 @@ class Variant:
     @property
     def percentiles(self) -> tuple[float, float, float]:
         """p20, p50 and p80 in seconds."""
-        if len(self.seconds) == 1:
-            return (self.seconds[0],) * 3
-        fifths = quantiles(self.seconds, n=10, method="inclusive")
-        return fifths[1], fifths[4], fifths[7]
+        p20, p50, p80 = (percentile(self.seconds, percent) for percent in (20, 50, 80))
+        return p20, p50, p80
 
 
 def compare(

@@ -11,6 +11,7 @@ import torch
 
 from tpkernels.errors import ConfigError
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the kernels
 _TEXT = re.compile(r"(\d+)x(\d+)x(\d+) g(\d+) s(\d+) w(\d+)(?: e(\d+))?(?: b(\d+))?( tma)?")
 
 

@@ -122,7 +122,7 @@ def act_slope(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
         inner = square * (3.0 * TWO_SQRT_2_OVER_PI * CUBIC) + TWO_SQRT_2_OVER_PI
         d = s + x * inner * s * (e * s)
     elif ACT == "silu":
-        x = _bounded(x, 1024.0)
+        x = _bounded(x, 1024.0)  # infinity times 1 - s, or minus infinity times s, is a NaN
         s, e = _logistic(x, PRECISE)
         d = s * (1.0 + x * (1.0 - s))
     elif ACT == "relu":

@@ -16,9 +16,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tpkernels.errors import ConfigError
 from tpkernels.kernels import alignment, available
 from tpkernels.kernels.available import OLDEST_CAPABILITY
-from tpkernels.kernels.config import GemmConfig, default_config, float32_is_tf32, unaligned_config
+from tpkernels.kernels.config import (
+    DTYPES,
+    GemmConfig,
+    default_config,
+    float32_is_tf32,
+    unaligned_config,
+)
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TMA_CAPABILITY = (9, 0)
 _TMA_ROW = 16  # bytes that rows are multiples of (CUDA driver API, cuTensorMapEncodeTiled)
 _INTERPRETED = (9, 0)  # what the interpreter stands for

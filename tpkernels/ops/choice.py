@@ -328,7 +328,8 @@ def summary(device: torch.device | DeviceDescription, dtype: torch.dtype = torch
     if asked() != "auto":
         return resolve("cuda", dtype)[0]
     description = table.describe(device)
-    winners = [row.winner for row in table.table_of(device).rows.values()]
+    capability = description.capability
+    winners = [_winner(row, capability) for row in table.table_of(device).rows.values()]
     if not winners:
         return f"reference (not tuned: {TUNE})"
     off = {each.name: each.reason for each in implementations() if not each.available}

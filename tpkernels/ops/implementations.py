@@ -8,6 +8,7 @@ import torch
 
 from tpkernels import native
 from tpkernels.kernels import available
+from tpkernels.kernels.config import DTYPES
 from tpkernels.kernels.table import DeviceDescription
 from tpkernels.ops import cublaslt
 
@@ -22,7 +23,6 @@ LOCAL_OPS = (  # ops of one rank, which an implementation can serve
     "glu_grad",
     "gemm_dglu",
 )
-TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CUDA_TORCH = "pip install a CUDA build of torch"
 
 
@@ -126,8 +126,8 @@ def _triton_refusal(call: Call) -> Refusal | None:
         )
     if call.device_type not in ("cpu", "cuda"):
         return Refusal(f"it does not serve device {call.device_type!r}")
-    if call.dtype not in TRITON_DTYPES:
-        allowed = ", ".join(map(_name, TRITON_DTYPES))
+    if call.dtype not in DTYPES:
+        allowed = ", ".join(map(_name, DTYPES))
         return Refusal(f"its kernels have no {_name(call.dtype)}; allowed: {allowed}")
     if call.device is not None and call.device.capability < available.OLDEST_CAPABILITY:
         major, minor = call.device.capability

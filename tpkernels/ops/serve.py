@@ -213,28 +213,13 @@ def gemm_dact_dbias(dy: Tensor, weight: Tensor, pre: Tensor, act: str) -> tuple[
     return _shaped((dh,), dy.shape[:-1])[0], dbias
 
 
-def gemm_glu(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    act: str,
-) -> Tensor:
-    found = _glu("gemm_glu", False, x, w_gate, w_up, b_gate, b_up, act)
-    return found[0] if found else reference.gemm_glu(x, w_gate, w_up, b_gate, b_up, act)
+def gemm_glu(*args: Any) -> Tensor:
+    found = _glu("gemm_glu", False, *args)
+    return found[0] if found else reference.gemm_glu(*args)
 
 
-def gemm_glu_aux(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    act: str,
-) -> tuple[Tensor, ...]:
-    found = _glu("gemm_glu_aux", True, x, w_gate, w_up, b_gate, b_up, act)
-    return found or reference.gemm_glu_aux(x, w_gate, w_up, b_gate, b_up, act)
+def gemm_glu_aux(*args: Any) -> tuple[Tensor, ...]:
+    return _glu("gemm_glu_aux", True, *args) or reference.gemm_glu_aux(*args)
 
 
 def _glu(

@@ -27,8 +27,7 @@ from tpkernels.ops.implementations import Call, Refusal, refusal
 from tpkernels.overlap.plan import MOST_SIGNALED, OverlapPlan
 
 # Multiprocessors that the GEMM leaves to the waiting kernel and to NCCL, whose blocks could else
-# not start before the persistent GEMM ends. ASSUMPTION: 16, what NCCL's rings take on NVLink
-# machines at most sizes; not measured.
+# not start before the persistent GEMM ends. ASSUMPTION: 16 suffice; not measured.
 COMMUNICATION_MULTIPROCESSORS = 16
 _STREAM_PRIORITY = -1  # the waiting kernel and the collectives start before other work
 
