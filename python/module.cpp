@@ -6,6 +6,7 @@
 
 #include "kernels/epilogue_cpu.h"
 #include "ops/register_cpu.h"
+#include "runtime.h"
 
 namespace py = pybind11;
 
@@ -45,4 +46,6 @@ PYBIND11_MODULE(_C, module) {
       "Put the CPU kernels under torch.ops.tpkernels.*; a second call does nothing.");
   module.def("deregister_cpu_kernels", &tpkernels::deregister_cpu_kernels,
              "Take the CPU kernels off again.");
+
+  tpkernels::bind_runtime(module);
 }

@@ -35,7 +35,7 @@ FLOORS = {
     "ops": 2,
     **dict.fromkeys(("build", "kernels", "native"), 1),
     **dict.fromkeys(("chunked_tensor", "envs", "errors", "instrument", "library"), 0),
-    **dict.fromkeys(("reference", "shard_spec"), 0),
+    **dict.fromkeys(("boxes", "reference", "shard_spec"), 0),
 }
 SIBLINGS = ({"comm", "ops"}, {"modules", "zero"})  # neither imports the other
 
@@ -48,7 +48,8 @@ CSRC_MAY_INCLUDE = {
     "c10d": {"common", "kernels", "runtime", "c10d"},
     "tests": {"common", "kernels", "runtime", "host", "tests"},
 }
-WITHOUT_TORCH = {"common", "kernels", "host", "tests"}  # compiled without torch, in seconds
+# Compiled without torch, in seconds.
+WITHOUT_TORCH = {"common", "kernels", "runtime", "host", "tests"}
 TORCH_HEADER = re.compile(r"(ATen|c10|caffe2|torch)/")
 PYTHON_HEADER = re.compile(r"(Python\.h|pybind11/|torch/(extension|python)\.h|torch/csrc/utils/py)")
 

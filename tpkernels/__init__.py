@@ -38,6 +38,9 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ imports them
     from tpkernels.report import ParallelReport as ParallelReport
     from tpkernels.shard_spec import ShardSpec as ShardSpec
     from tpkernels.shard_spec import spec_of as spec_of
+    from tpkernels.zero import ZeroConfig as ZeroConfig
+    from tpkernels.zero import ZeroManager as ZeroManager
+    from tpkernels.zero import zero as zero
 
 _EXPORTS = {
     "ColumnParallelLinear": "tpkernels.modules",
@@ -48,6 +51,8 @@ _EXPORTS = {
     "TPMLP": "tpkernels.modules",
     "TPMultiheadAttention": "tpkernels.modules",
     "VocabParallelEmbedding": "tpkernels.modules",
+    "ZeroConfig": "tpkernels.zero",
+    "ZeroManager": "tpkernels.zero",
     "check_agreement": "tpkernels.comm.agreement",
     "clip_grad_norm_": "tpkernels.clip_grad",
     "full_state_dict": "tpkernels.checkpoint",
@@ -57,6 +62,7 @@ _EXPORTS = {
     "spec_of": "tpkernels.shard_spec",
     "unparallelize": "tpkernels.parallelize",
     "vocab_parallel_cross_entropy": "tpkernels.modules",
+    "zero": "tpkernels.zero",
 }
 
 __all__ = ["__version__", "ops", *_EXPORTS]  # noqa: PLE0604 (names are lazy)

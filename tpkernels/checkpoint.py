@@ -37,7 +37,7 @@ def full_state_dict(
     """The model's state dict as if it had never been sharded.
 
     Keys, shapes and dtypes are the original model's; tied weights stay one tensor under both
-    keys. Works through tensor parallelism and ``fully_shard``.
+    keys. Works through tensor parallelism, ZeRO and ``fully_shard``.
 
     Args:
         cpu: move each tensor to the CPU as it is gathered.
@@ -120,5 +120,5 @@ def load_full_state_dict(
 
 def _global_shape(value: Tensor) -> tuple[int, ...]:
     if isinstance(value, ChunkedTensor):
-        return value.spec.global_shape
+        return value.spec.whole_shape
     return tuple(value.shape)

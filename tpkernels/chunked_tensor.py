@@ -1,7 +1,8 @@
 """``ChunkedTensor``: a rank's part of a tensor whose split DTensor's placements cannot express.
 
 A fused QKV weight split by heads, key-value heads held by several ranks, 3 heads as (2, 1): the
-local tensor is a stack of chunks of the global one (see :mod:`tpkernels.shard_spec`). The class
+local tensor is a stack of chunks of the global one (see :mod:`tpkernels.shard_spec`). Or, under
+ZeRO, a range of the flattened tensor: the local tensor is then 1-D, and possibly empty. The class
 keeps the spec through ``detach``, ``to``, ``clone`` and ``zeros_like``, so that ``state_dict`` and
 optimizer states carry it; it saves and reshards through ``torch.distributed.checkpoint``'s chunk
 protocol; and it refuses what would silently treat one rank's part as the whole.
@@ -10,20 +11,37 @@ protocol; and it refuses what would silently treat one rank's part as the whole.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from tpkernels.boxes import Box
 from tpkernels.errors import ConfigError, ShardedSaveError, UnsupportedModuleError
-from tpkernels.shard_spec import Chunk, ShardSpec, attach_spec, spec_of
+from tpkernels.shard_spec import ShardSpec, attach_spec, spec_of
 
 _PLAIN = torch._C.DisableTorchFunctionSubclass
+
+
+def _found(owners: tuple[tuple[str, Any], ...], *names: str) -> dict[Any, str]:
+    """The functions of those names, and how to call them by name in a message."""
+    return {
+        getattr(owner, name): f"{path}.{name}"
+        for path, owner in owners
+        for name in names
+        if hasattr(owner, name)
+    }
+
+
+_ANYWHERE = (
+    ("torch.nn.functional", torch.nn.functional),
+    ("torch.linalg", torch.linalg),
+    ("torch.Tensor", torch.Tensor),
+    ("torch", torch),
+)
 _KEEPS_SPEC = {  # same shape, same meaning: the result is the same part of another global tensor
-    *(  # an update, a decayed or averaged gradient
-        getattr(owner, name)
-        for owner in (torch.Tensor, torch)
-        for name in ("add", "sub", "mul", "div", "neg", "lerp", "addcmul", "addcdiv")
+    *_found(  # an update, a decayed or averaged gradient
+        _ANYWHERE[2:], "add", "sub", "mul", "div", "neg", "lerp", "addcmul", "addcdiv"
     ),
     torch.Tensor.detach,
     torch.Tensor.clone,
@@ -54,37 +72,43 @@ _KEEP_SPECS = {  # the same, of lists
     torch._foreach_mul,
     torch._foreach_neg,
 }
-_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr,attr-defined]
+_GRAD = torch.Tensor.grad  # the descriptor
 _TRANSPOSES = {  # of two dimensions: the result is the same part of the transposed whole
-    torch.t,
-    torch.Tensor.t,
-    torch.Tensor.T.__get__,  # type: ignore[union-attr,attr-defined]
-    torch.Tensor.mT.__get__,  # type: ignore[union-attr,attr-defined]
+    **_found(_ANYWHERE[2:], "t"),
+    torch.Tensor.T.__get__: "torch.Tensor.T",  # type: ignore[union-attr,attr-defined]
+    torch.Tensor.mT.__get__: "torch.Tensor.mT",  # type: ignore[union-attr,attr-defined]
 }
-_WANTS_ALL = {  # reductions and matrix products: a part's result is not the whole's; their names
-    getattr(owner, name): f"{path}.{name}"
-    for path, owner in (
-        ("torch.nn.functional", torch.nn.functional),
-        ("torch.linalg", torch.linalg),
-        ("torch.Tensor", torch.Tensor),
-        ("torch", torch),
-    )
-    for name in (
-        *("norm", "vector_norm", "matrix_norm", "normalize", "renorm", "_foreach_norm"),
-        *("sum", "nansum", "mean", "nanmean", "prod", "std", "var", "std_mean", "var_mean"),
-        *("median", "nanmedian", "quantile", "logsumexp", "_foreach_max"),
-        *("max", "min", "amax", "amin", "aminmax", "argmax", "argmin"),
-        *("__matmul__", "__rmatmul__", "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner"),
-        *("addmm", "addmv", "addbmm", "baddbmm", "einsum", "tensordot", "linear", "bilinear"),
-        *("chain_matmul", "multi_dot", "svd", "svdvals", "qr"),
-    )
-    if hasattr(owner, name)
-}
+_WANTS_ALL = _found(  # reductions and matrix products: a part's result is not the whole's
+    _ANYWHERE,
+    *("norm", "vector_norm", "matrix_norm", "normalize", "renorm", "_foreach_norm"),
+    *("sum", "nansum", "mean", "nanmean", "prod", "std", "var", "std_mean", "var_mean"),
+    *("median", "nanmedian", "quantile", "logsumexp", "_foreach_max"),
+    *("max", "min", "amax", "amin", "aminmax", "argmax", "argmin"),
+    *("__matmul__", "__rmatmul__", "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner"),
+    *("addmm", "addmv", "addbmm", "baddbmm", "einsum", "tensordot", "linear", "bilinear"),
+    *("chain_matmul", "multi_dot", "svd", "svdvals", "qr"),
+)
+_USES_A_WEIGHT = _found(  # what a module does with its weight, which a range of it cannot serve
+    _ANYWHERE,
+    *("embedding", "embedding_bag", "layer_norm", "rms_norm", "group_norm", "batch_norm"),
+    *("instance_norm", "prelu", "scaled_dot_product_attention", "multi_head_attention_forward"),
+    *("conv1d", "conv2d", "conv3d", "lstm", "gru", "rnn_tanh", "rnn_relu"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    *("transpose", "permute", "movedim", "adjoint", "outer"),
+)
 _SPLITS = {torch.chunk, torch.Tensor.chunk}  # how fully_shard starts to shard a parameter
+_HANDLED = {  # all others, such as optimizers' in-place updates, run on the part as they are
+    *_KEEPS_SPEC,
+    *_KEEP_SPECS,
+    *_TRANSPOSES,
+    *_WANTS_ALL,
+    *_USES_A_WEIGHT,
+    *_SPLITS,
+}
 
 
 class ChunkedTensor(Tensor):
-    """This rank's chunks, stacked; ``.shape`` is local, ``spec_of(t).global_shape`` the whole."""
+    """This rank's chunks, stacked; ``.shape`` is local, ``spec_of(t).whole_shape`` the whole."""
 
     @staticmethod
     def wrap(local: Tensor, spec: ShardSpec) -> ChunkedTensor:
@@ -97,7 +121,7 @@ class ChunkedTensor(Tensor):
         if local.grad_fn is not None:
             tensor = local.as_subclass(ChunkedTensor)
         else:
-            tensor = Tensor._make_subclass(ChunkedTensor, local.detach(), local.requires_grad)
+            tensor = Tensor._make_subclass(ChunkedTensor, local, local.requires_grad)
         attach_spec(tensor, spec)
         return tensor
 
@@ -113,61 +137,103 @@ class ChunkedTensor(Tensor):
         with _PLAIN():
             return self.view_as(self)
 
+    # Optimizers read these of every parameter, several times a step: without __torch_function__.
+
+    is_sparse = False
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The gradient, a part of a whole too, and so is what optimizers derive from it."""
+        with _PLAIN():
+            grad = _GRAD.__get__(self)  # type: ignore[union-attr,attr-defined]
+            if type(grad) is Tensor and grad.grad_fn is None:
+                grad = Tensor._make_subclass(ChunkedTensor, grad)
+                attach_spec(grad, self.spec)  # its shape is this one's
+                _GRAD.__set__(self, grad)  # type: ignore[union-attr,attr-defined]
+            return grad
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        with _PLAIN():
+            _GRAD.__set__(self, grad)  # type: ignore[union-attr,attr-defined]
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func not in _HANDLED:
+            with _PLAIN():
+                return func(*args, **(kwargs or {}))
         if func in _SPLITS and isinstance(args[0], cls):
-            raise UnsupportedModuleError(
-                f"a parameter of global shape {args[0].spec.global_shape} is split by heads or in "
-                "several chunks over 'tp', which fully_shard cannot express: it would save and "
-                "load one tp rank's weights for all. Fix: leave this module out of fully_shard "
-                "(its ignored_params), or make the split even (separate q/k/v projections and "
-                "heads divisible by the tp size)"
-            )
+            raise UnsupportedModuleError(_cannot_shard_again(args[0].spec))
         if func in _WANTS_ALL:
             cls._refuse(_WANTS_ALL[func], (*args, *(kwargs or {}).values()))
+        elif func in _USES_A_WEIGHT:
+            cls._refuse(_USES_A_WEIGHT[func], (*args, *(kwargs or {}).values()), only_flat=True)
+        elif func in _TRANSPOSES:
+            cls._refuse(_TRANSPOSES[func], args, only_flat=True)
         with _PLAIN():
             result = func(*args, **(kwargs or {}))
-            if func == _GRAD and type(result) is Tensor and result.grad_fn is None:
-                # what optimizers derive from a gradient (momentum) is a part of a whole too
-                result = args[0].grad = cls.wrap(result, args[0].spec)
         if func in _KEEPS_SPEC:
-            return cls._like(result, next((a for a in args if isinstance(a, cls)), None))
+            source = next((a for a in args if isinstance(a, cls)), None)
+            return cls._like(result, source, func.__name__)
         if func in _KEEP_SPECS:
-            return [cls._like(*pair) for pair in zip(result, args[0], strict=True)]
+            return [cls._like(*pair, func.__name__) for pair in zip(result, args[0], strict=True)]
         if func in _TRANSPOSES and result.dim() == 2:
-            spec = args[0].spec
-            return cls.wrap(
-                result, ShardSpec(spec.global_shape[::-1], 1 - spec.dim, spec.layout, spec.rank)
-            )
+            return cls.wrap(result, args[0].spec.transposed())
         return result
 
     @classmethod
-    def _refuse(cls, name: str, values: Any) -> None:
+    def _refuse(cls, name: str, values: Any, only_flat: bool = False) -> None:
         """Raise for the first of ``values``, or of lists among them, that is one of ours."""
         for value in values:
             if isinstance(value, (list, tuple)):
-                cls._refuse(name, value)
-            elif isinstance(value, cls):
-                fix = (
-                    "tpkernels.clip_grad_norm_(model, max_norm), which adds up the parts"
-                    if "norm" in name
-                    else "take the whole from tpkernels.full_state_dict(model); as an optimizer, "
-                    "use an element-wise one such as torch.optim.AdamW"
-                )
-                raise UnsupportedModuleError(
-                    f"this tensor is rank {value.spec.rank}'s part {tuple(value.shape)} of a "
-                    f"parameter of global shape {value.spec.global_shape}, and {name} would see "
-                    f"the part only. Fix: {fix} (or call .plain() where the part is what you mean)"
-                )
+                cls._refuse(name, value, only_flat)
+            elif isinstance(value, cls) and (value.spec.dim is None or not only_flat):
+                value.refuse(name)
+
+    def refuse(self, name: str) -> NoReturn:
+        """Raise because ``name`` would take this part for the whole, with the fix."""
+        if "norm" in name and name not in _USES_A_WEIGHT.values():
+            fix = "tpkernels.clip_grad_norm_(model, max_norm), which adds up the parts"
+        elif self.spec.dim is None:
+            fix = (
+                "this weight is gathered only while its unit runs: wrap the code in `with "
+                "manager.gathered(module):` or make the module that uses it the unit; as an "
+                "optimizer, use an element-wise one such as torch.optim.AdamW"
+            )
+        else:
+            fix = (
+                "take the whole from tpkernels.full_state_dict(model); as an optimizer, use an "
+                "element-wise one such as torch.optim.AdamW"
+            )
+        raise UnsupportedModuleError(
+            f"this tensor is {self._described('global shape')}, and {name} would see the part "
+            f"only. Fix: {fix} (or call .plain() where the part is what you mean)"
+        )
+
+    def _described(self, shape: str) -> str:
+        spec = self.spec
+        over = f", sharded over {spec.mesh_dim!r}" if spec.dim is None else ""
+        return (
+            f"rank {spec.rank}'s part {spec.local_shape} of a parameter of {shape} "
+            f"{spec.whole_shape}{over}"
+        )
 
     @classmethod
-    def _like(cls, result: Any, source: Any) -> Any:
+    def _like(cls, result: Any, source: Any, name: str) -> Any:
         """``result`` as the same part of another whole, if it is one."""
         if not isinstance(source, cls) or not isinstance(result, Tensor) or isinstance(result, cls):
             return result
-        return cls.wrap(result, source.spec) if result.shape == source.shape else result
+        if result.shape == source.shape:
+            return cls.wrap(result, source.spec)
+        if source.spec.dim is None:  # broadcast with activations: a weight outside its forward
+            source.refuse(f"torch.{name}")
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChunkedTensor:
         if id(self) in memo:
@@ -182,17 +248,17 @@ class ChunkedTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardedSaveError(
-            f"this tensor is rank {self.spec.rank}'s part {tuple(self.shape)} of a parameter of "
-            f"shape {self.spec.global_shape}; saving it would lose the other ranks' parts. Fix: "
-            "torch.save(tpkernels.full_state_dict(model), path), or save every rank's part with "
-            "torch.distributed.checkpoint.save(model.state_dict(), ...)"
+            f"this tensor is {self._described('shape')}; saving it would lose the other ranks' "
+            "parts. Fix: torch.save(tpkernels.full_state_dict(model), path), or save every rank's "
+            "part with torch.distributed.checkpoint.save(model.state_dict(), ...)"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self.spec
+        how = "flattened" if spec.dim is None else f"dim {spec.dim}"
         return (
-            f"ChunkedTensor(rank {spec.rank} holds {tuple(self.shape)} of {spec.global_shape}, "
-            f"dim {spec.dim})"
+            f"ChunkedTensor(rank {spec.rank} holds {tuple(self.shape)} of {spec.whole_shape}, "
+            f"{how})"
         )
 
     # --- torch.distributed.checkpoint's protocol (_Checkpointable) ---
@@ -202,7 +268,7 @@ class ChunkedTensor(Tensor):
         if dim is not None:
             return super().size(dim)
         if _called_from("torch.distributed.checkpoint.default_planner"):
-            return torch.Size(self.spec.global_shape)
+            return torch.Size(self.spec.whole_shape)
         return super().size()
 
     def data_ptr(self) -> int:
@@ -214,8 +280,7 @@ class ChunkedTensor(Tensor):
             return 0
         if _called_from("safetensors.torch"):
             raise ShardedSaveError(
-                f"safetensors would write rank {self.spec.rank}'s part {tuple(self.shape)} of a "
-                f"parameter of shape {self.spec.global_shape} as the whole. Fix: save "
+                f"safetensors would write {self._described('shape')} as the whole. Fix: save "
                 "tpkernels.full_state_dict(model), or call model.save_pretrained"
             )
         return super().data_ptr()
@@ -227,48 +292,56 @@ class ChunkedTensor(Tensor):
             return Tensor._make_subclass(ChunkedTensor, result)
         return result
 
-    def _place(self, chunk: Chunk) -> tuple[torch.Size, torch.Size]:
-        offsets, sizes = [0] * self.dim(), list(self.spec.global_shape)
-        offsets[self.spec.dim], sizes[self.spec.dim] = chunk.offset, chunk.size
-        return torch.Size(offsets), torch.Size(sizes)
-
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import (
-            ChunkStorageMetadata,
-            MetadataIndex,
-            TensorProperties,
-        )
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        items = []
-        for chunk in self.spec.chunks:
-            offsets, sizes = self._place(chunk)
-            if chunk.size == 0:
-                continue
-            items.append(
-                WriteItem(
-                    index=MetadataIndex(fqn, offsets),
-                    type=WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(
-                        chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
-                        properties=TensorProperties.create_from_tensor(self.plain()),
-                        size=torch.Size(self.spec.global_shape),
-                    ),
-                )
+        whole = torch.Size(self.spec.whole_shape)
+        places = [_place(box) for box in self.spec.boxes() if not box.written_elsewhere]
+        if whole.numel() == 0:  # no rank holds any of it, and yet its key must be found again
+            places = [_place(Box((0,) * len(whole), tuple(whole), 0, None, ()))]
+        properties = TensorProperties.create_from_tensor(self.plain())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, place.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=place, properties=properties, size=whole),
             )
-        return items
+            for place in places
+        ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        places = [self._place(chunk) for chunk in self.spec.chunks if chunk.size]
-        return [ChunkStorageMetadata(offsets=offsets, sizes=sizes) for offsets, sizes in places]
+        return [_place(box) for box in self.spec.boxes()]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        for chunk in self.spec.chunks:
-            if index.offset is None or index.offset[self.spec.dim] == chunk.offset:
-                return self.plain().detach().narrow(self.spec.dim, chunk.local_offset, chunk.size)
+        local = self.plain().detach()
+        for box in self.spec.boxes():
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                return box.view(local)
+        if 0 in self.spec.whole_shape:
+            return local.new_empty(self.spec.whole_shape)
         raise ConfigError(f"rank {self.spec.rank} holds no chunk at offset {index.offset}")
+
+
+def _place(box: Box) -> Any:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+def _cannot_shard_again(spec: ShardSpec) -> str:
+    if spec.dim is None:
+        return (
+            f"a parameter of global shape {spec.whole_shape} is already sharded over "
+            f"{spec.mesh_dim!r}, and fully_shard would shard the shards. Fix: use one of "
+            "tpkernels.zero and fully_shard for a module"
+        )
+    return (
+        f"a parameter of global shape {spec.whole_shape} is split by heads or in several chunks "
+        "over 'tp', which fully_shard cannot express: it would save and load one tp rank's "
+        "weights for all. Fix: leave this module out of fully_shard (its ignored_params), or make "
+        "the split even (separate q/k/v projections and heads divisible by the tp size)"
+    )
 
 
 def _called_from(module: str) -> bool:

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from tpkernels.checkpoint import group_of
 from tpkernels.chunked_tensor import ChunkedTensor
 from tpkernels.comm.collectives import all_reduce, all_reduce_max
-from tpkernels.comm.group import GroupLike, resolve_group
+from tpkernels.comm.group import GroupLike, group_by_name, resolve_group
 from tpkernels.errors import ConfigError
-from tpkernels.modules.parameters import holders
+from tpkernels.modules.parameters import holders, name_of_group
+from tpkernels.shard_spec import ShardSpec
 
 
 def clip_grad_norm_(
@@ -29,12 +30,14 @@ def clip_grad_norm_(
 
     Equivalent to ``torch.nn.utils.clip_grad_norm_`` on the single-process model: a split
     parameter's parts are added up over the ranks that hold them, a replicated one counts once, a
-    key-value head held by several ranks counts once; meshes may be mixed.
+    key-value head held by several ranks counts once; meshes may be mixed. One all-reduce a group
+    of each distinct set of groups.
 
     Args:
         parameters: a model, or parameters in the same order on all ranks.
-        group: whose ranks share head-split parameters (default: the model's own group, or for
-            bare parameters all ranks; a parameter that is a DTensor knows its own).
+        group: whose ranks share head-split parameters that do not know it (default: the model's
+            own group, or for bare parameters all ranks). DTensors, ``parallelize`` and ``zero``
+            tell each parameter its own.
         norm_type: p >= 1, or ``inf``.
         error_if_nonfinite: raise if the norm is NaN or infinite.
 
@@ -50,7 +53,7 @@ def clip_grad_norm_(
         split_group = None if group is None else resolve_group(group)
         if isinstance(parameters, Tensor):
             parameters = [parameters]
-    grads = [(p, p.grad) for p in parameters if p.grad is not None]
+    grads = [(p, p.grad) for p in parameters if p.grad is not None or _is_range(p)]
     total = _total_norm(grads, norm_type, split_group)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
@@ -59,9 +62,19 @@ def clip_grad_norm_(
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils
     with torch.no_grad():
         for _, grad in grads:
-            local = _local(grad)
-            local.mul_(scale.to(local.device, local.dtype))
+            if grad is not None:
+                local = _local(grad)
+                local.mul_(scale.to(local.device, local.dtype))
     return total
+
+
+def _is_range(parameter: Tensor) -> bool:
+    """Whether it is a range of a flattened one: ranks take part whose range has no gradient."""
+    return (
+        isinstance(parameter, ChunkedTensor)
+        and parameter.spec.dim is None
+        and parameter.requires_grad
+    )
 
 
 def _local(grad: Tensor) -> Tensor:
@@ -71,34 +84,30 @@ def _local(grad: Tensor) -> Tensor:
 
 
 def _total_norm(
-    grads: list[tuple[Tensor, Tensor]], norm_type: float, split_group: GroupLike
+    grads: list[tuple[Tensor, Tensor | None]], norm_type: float, split_group: GroupLike
 ) -> Tensor:
     infinite = math.isinf(norm_type)
     sums: dict[tuple[str, ...], Tensor] = {}  # names of the groups to add over -> partial sum
     for parameter, grad in grads:
-        names: tuple[str, ...]
-        local = _local(grad).detach()
+        names: tuple[str, ...] = ()
+        local = parameter.new_zeros(0) if grad is None else _local(grad).detach()
         wide = local.to(torch.promote_types(local.dtype, torch.float32))
         if isinstance(grad, DTensor):
             names = tuple(str(each.group_name) for each in holders(grad))
+            part = _power(wide, norm_type)
         elif isinstance(parameter, ChunkedTensor):
-            group = resolve_group(split_group)
-            if group.size != len(parameter.spec.layout):
-                raise ConfigError(
-                    f"group has {group.size} ranks, but a parameter of shape "
-                    f"{parameter.spec.global_shape} is split over {len(parameter.spec.layout)}. "
-                    "Fix: pass the group it is split over, for example group=mesh['tp'], or the "
-                    "model instead of its parameters"
-                )
-            names = (str(group.name),)
-            wide = wide / _counted(parameter, wide, norm_type)
+            names = _names(parameter.spec, split_group)
+            part = (
+                _held_once(parameter.spec, wide, norm_type) if grad is not None else _power(wide, 1)
+            )
         else:
-            names = ()
-        part = _power(wide, norm_type)
+            part = _power(wide, norm_type)
+        part = part.to(_reducible_device(part.device, names))
         if names not in sums:
             sums[names] = part
         else:
-            sums[names] = torch.maximum(sums[names], part) if infinite else sums[names] + part
+            both = sums[names].to(part.device), part
+            sums[names] = torch.maximum(*both) if infinite else both[0] + both[1]
     total = torch.zeros(())
     # In the order of the parameters, alike on every rank; the groups' names are not.
     for names, part in sums.items():
@@ -108,22 +117,58 @@ def _total_norm(
     return total if infinite else total ** (1.0 / norm_type)
 
 
+def _is_added(level: ShardSpec) -> bool:
+    """Whether the parts of this level are added up; the copies of unknown ranks are alike."""
+    return len(level.layout) > 1 and (bool(level.group_name) or not level.is_copied)
+
+
+def _names(spec: ShardSpec, split_group: GroupLike) -> tuple[str, ...]:
+    """The names of the groups that hold the parts of ``spec``, from the inner level outwards."""
+    return tuple(
+        level.group_name or name_of_group(level, resolve_group(split_group))
+        for level in spec.levels
+        if _is_added(level)
+    )
+
+
+def _held_once(spec: ShardSpec, values: Tensor, norm_type: float) -> Tensor:
+    """The power sum of this rank's part, in which what r ranks hold counts as an r-th of it.
+
+    The sum over all ranks then counts every element once.
+    """
+    if math.isinf(norm_type) or not any(level.is_replicated for level in spec.levels):
+        return _power(values, norm_type)
+    copies = math.prod(len(level.layout) for level in spec.levels if not _is_added(level))
+    total = values.new_zeros(())
+    for box in spec.boxes():
+        total += _power(box.view(values), norm_type) * (copies / box.replicas)
+    return total
+
+
+def _reducible_device(device: torch.device, names: tuple[str, ...]) -> torch.device:
+    """``device``, or the GPU if the groups' backends cannot reduce a tensor on the CPU.
+
+    Raises:
+        ConfigError: they can reduce neither there nor on a GPU.
+    """
+    for name in names:
+        group = group_by_name(name)
+        able = {device.type} if group is None else {each.type for each in group._device_types}
+        if device.type in able:
+            continue
+        if "cuda" in able and torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        raise ConfigError(
+            f"gradients are on {device.type!r}, but the group they are added up over reduces only "
+            f"on {sorted(able)}. Fix: dist.init_process_group('cpu:gloo,cuda:nccl'), or keep the "
+            "gradients on the group's device"
+        )
+    return device
+
+
 def _power(values: Tensor, norm_type: float) -> Tensor:
     if values.numel() == 0:
         return values.new_zeros(())
     if math.isinf(norm_type):
         return values.abs().amax()
     return torch.linalg.vector_norm(values, norm_type) ** norm_type
-
-
-def _counted(parameter: ChunkedTensor, values: Tensor, norm_type: float) -> Tensor:
-    """By what to divide each row so that r holders' r equal contributions add up to one."""
-    spec = parameter.spec
-    divisor = values.new_ones(values.shape[spec.dim])
-    if not math.isinf(norm_type):
-        for chunk in spec.chunks:
-            rows = slice(chunk.local_offset, chunk.local_offset + chunk.size)
-            divisor[rows] = spec.replicas(chunk) ** (1.0 / norm_type)
-    shape = [1] * values.dim()
-    shape[spec.dim] = -1
-    return divisor.view(shape)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tpkernels.benchmarks import gemm_gelu, mlp, options, report, rows, session, tune
+from tpkernels.benchmarks import gemm_gelu, mlp, options, report, rows, session, tune, zero3
 from tpkernels.benchmarks.budget import Budget
 from tpkernels.benchmarks.harness import Settings
 from tpkernels.benchmarks.session import Job, Session
@@ -22,6 +22,7 @@ PROGRAMS = {
     "mlp": "A whole MLP shard, forward and forward + backward",
     "tune": "Measure which implementation serves each op and size fastest on this GPU, and keep it",
     "report": "JSONL rows as a markdown table and a chart",
+    "zero3": zero3.DESCRIPTION,
 }
 _QUICK_SECONDS, _QUICK_MOST = 0.3, 10
 
@@ -44,6 +45,8 @@ def run(argv: list[str]) -> int:
         return tune.run(parsed)
     if program == "report":
         return report.run(parsed)
+    if program == "zero3":
+        return zero3.run(parsed)
     return _measure(parsed, [program] if program else ["gemm_gelu", "mlp"])
 
 
@@ -62,8 +65,8 @@ def _parser(program: str | None) -> CommandParser:
         "options; `bench --tune` is `bench tune`.",
         formatter_class=RawDescriptionHelpFormatter,
     )
-    if program == "report":
-        report.add_options(parser)
+    if program in ("report", "zero3"):
+        (report if program == "report" else zero3).add_options(parser)
         return parser
     options.add_shapes(parser)
     options.add_run(parser)

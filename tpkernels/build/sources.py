@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
-SOURCE_FOLDERS = ("csrc/common", "csrc/kernels", "csrc/ops", "python")
+SOURCE_FOLDERS = ("csrc/common", "csrc/kernels", "csrc/runtime", "csrc/ops", "python")
 _SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 
 

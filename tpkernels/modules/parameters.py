@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tpkernels.chunked_tensor import ChunkedTensor
-from tpkernels.comm.collectives import all_gather
+from tpkernels.comm.collectives import all_gather, all_reduce_async
 from tpkernels.comm.group import Group
 from tpkernels.errors import ConfigError, UnsupportedModuleError
 from tpkernels.shard_spec import (
@@ -26,20 +26,23 @@ from tpkernels.shard_spec import (
 
 def split_spec(shape: Sequence[int], dim: int, group: Group, sizes: list[int]) -> ShardSpec:
     """The spec of a plain split of ``shape`` along ``dim`` into ``sizes`` rows per rank."""
-    return ShardSpec(tuple(shape), dim, layout_from_sizes(sizes), group.rank, group.mesh_dim)
+    return layout_spec(shape, dim, group, layout_from_sizes(sizes))
 
 
 def layout_spec(
     shape: Sequence[int], dim: int, group: Group, layout: tuple[tuple[Chunk, ...], ...]
 ) -> ShardSpec:
     """The spec of a split into several chunks per rank, or with replicas."""
-    return ShardSpec(tuple(shape), dim, layout, group.rank, group.mesh_dim)
+    return ShardSpec(
+        tuple(shape), dim, layout, group.rank, group.mesh_dim, group_name=str(group.name)
+    )
 
 
 def is_plain_split(spec: ShardSpec) -> bool:
     """Whether DTensor's ``Shard(dim)`` says the same: one chunk a rank, sized as it sizes them."""
-    sizes = chunk_sizes(spec.global_shape[spec.dim], len(spec.layout))
-    return spec.layout == layout_from_sizes(sizes)
+    if spec.dim is None or spec.within is not None:
+        return False
+    return spec.layout == layout_from_sizes(chunk_sizes(spec.rows, len(spec.layout)))
 
 
 def make_parameter(
@@ -53,7 +56,7 @@ def make_parameter(
     data: Tensor
     if group.size == 1:
         data = local
-    elif is_plain_split(spec):
+    elif spec.dim is not None and is_plain_split(spec):
         stride = torch.empty(spec.global_shape, device="meta").stride()
         data = DTensor.from_local(
             local,
@@ -91,8 +94,14 @@ def shard_parameter_(module: nn.Module, name: str, spec: ShardSpec, group: Group
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """This rank's values as an ordinary tensor, differentiable; unwrapped once a forward."""
+    """This rank's values as an ordinary tensor, differentiable; unwrapped once a forward.
+
+    Raises:
+        UnsupportedModuleError: a range of the flattened tensor, which no module computes with.
+    """
     if isinstance(parameter, ChunkedTensor):
+        if parameter.spec.dim is None:
+            parameter.refuse("this module's forward")
         return parameter.plain()
     if isinstance(parameter, DTensor):
         if not (torch.is_grad_enabled() and parameter.requires_grad):
@@ -117,21 +126,67 @@ def local_part(parameter: Tensor, group: Group, what: str) -> Tensor:
 
 
 def gather_full(tensor: Tensor, group: Group | None) -> Tensor:
-    """The whole tensor from every rank's part; collective unless it is an ordinary tensor."""
+    """The whole tensor from every rank's part; collective unless it is an ordinary tensor.
+
+    A part of a part (sharded over dp_shard within a split over tp) is gathered level by level.
+    ``group`` is for parts that do not know their own: the group they are split over.
+
+    Raises:
+        ConfigError: a part whose group is neither known nor given, or is of another size.
+    """
     if isinstance(tensor, DTensor):
         return tensor.full_tensor().detach()
-    spec = spec_of(tensor)
-    if not isinstance(tensor, ChunkedTensor) or spec is None or group is None:
+    if not isinstance(tensor, ChunkedTensor):
         return tensor.detach()
-    local = tensor.plain().detach().movedim(spec.dim, 0)
-    sizes = [spec.local_shape_of(rank)[spec.dim] for rank in range(group.size)]
-    stacked = all_gather(local, sizes, 0, group.name).movedim(0, spec.dim)
-    full = local.new_empty(spec.global_shape)
-    start = 0
-    for rank, size in enumerate(sizes):
-        spec.put(stacked.narrow(spec.dim, start, size), full, rank)
-        start += size
+    part = tensor.plain().detach()
+    for spec in tensor.spec.levels:
+        part = _gathered(part, spec, group)
+    return part
+
+
+def _gathered(part: Tensor, spec: ShardSpec, group: Group | None) -> Tensor:
+    """The tensor of ``spec.global_shape`` from every rank's part of it, a new one."""
+    full = part.new_empty(spec.global_shape)
+    if spec.is_copied:
+        spec.put(part, full)
+        return full
+    name, dim = name_of_group(spec, group), spec.dim or 0
+    sizes = [spec.rows_of(rank) for rank in range(len(spec.layout))]
+    if spec.dim is None and len(sizes) * max(sizes) > 2 * sum(sizes):
+        # Most of it lies on a few ranks, and the others would send as much padding. A sum of
+        # bytes, of which one rank has each and the others zero, is exact whatever they mean.
+        spec.put(part, full.zero_())
+        all_reduce_async(full.view(-1).view(torch.uint8), name).wait()
+        return full
+    parts = all_gather(part, sizes, dim, name).split(sizes, dim)
+    for rank, each in enumerate(parts):
+        spec.put(each, full, rank)
     return full
+
+
+def name_of_group(spec: ShardSpec, group: Group | None) -> str:
+    """The name of the group whose ranks hold the parts of ``spec``: its own, or ``group``'s.
+
+    Raises:
+        ConfigError: neither is known, or ``group`` is another.
+    """
+    world = len(spec.layout)
+    if spec.group_name or world == 1:
+        return spec.group_name if world > 1 else ""
+    if group is None or group.size != world:
+        given = "no group is known" if group is None else f"group has {group.size} ranks"
+        raise ConfigError(
+            f"{given}, but a parameter of shape {spec.global_shape} is split over {world}. "
+            f"Fix: pass the group it is split over, for example group=mesh[{spec.mesh_dim!r}], or "
+            "the model instead of its parameters"
+        )
+    if spec.dim is None and group.mesh_dim != spec.mesh_dim:
+        raise ConfigError(
+            f"a parameter of shape {spec.global_shape} is sharded over {spec.mesh_dim!r}, but the "
+            f"given group is {group.mesh_dim!r}. Fix: give its ShardSpec the group_name of "
+            f"{spec.mesh_dim!r}"
+        )
+    return str(group.name)
 
 
 def gather_gradient(parameter: Tensor, group: Group | None) -> Tensor | None:
@@ -153,7 +208,9 @@ def copy_from_full(tensor: Tensor, full: Tensor) -> None:
             part = part.narrow(dim, start if size else 0, size)
         tensor._local_tensor.copy_(part)
     elif isinstance(tensor, ChunkedTensor):
-        tensor.plain().detach().copy_(tensor.spec.take(full))
+        local = tensor.plain().detach()
+        for box in tensor.spec.boxes():
+            box.view(local).copy_(box.of(full))
     else:
         tensor.copy_(full)
 

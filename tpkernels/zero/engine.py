@@ -1,0 +1,223 @@
+"""``Engine``: performs what the scheduler decides, when the hooks say what happens."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpkernels.comm.group import Group
+from tpkernels.errors import ConfigError
+from tpkernels.reference.prefetch_scheduler import ActionKind
+from tpkernels.zero.config import ZeroConfig
+from tpkernels.zero.gradients import group_size
+from tpkernels.zero.hooks import Call, ModuleHooks, in_backward
+from tpkernels.zero.roll_call import RollCall
+from tpkernels.zero.unit import Unit
+from tpkernels.zero.unused import expect_reachable
+
+
+class Engine:
+    """Units, the scheduler, and the passes over the model.
+
+    Attributes:
+        mode: the user's name for the passes that follow, or None: "train" with gradients, "eval"
+            without.
+        reduces: whether gradients are reduced when they are complete, or only collected.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: list[Unit],
+        scheduler: Any,
+        group: Group,
+        replicas: Group | None,
+        config: ZeroConfig,
+    ) -> None:
+        self.module, self.units, self.config = module, units, config
+        self.group, self.replicas = group, replicas
+        self.scheduler = scheduler
+        self.precision = config.precision
+        self.prefetch_bytes, self.max_live_bytes = config.prefetch_bytes, config.max_live_bytes
+        self.mode: str | None = None
+        self.reduces = True
+        self._world = group_size(group, replicas)
+        self._roll = RollCall(group, [unit.label for unit in units], self._explain)
+        self._backward_runs = False
+        self._open: dict[int, list[Call]] = {}
+        self._versions = [self._version(unit) for unit in units]
+        self._root = next((unit for unit in units if module in unit.modules), None)
+        self._borrows_root = False  # a part of the model was called by itself
+        for unit in units:
+            for which, index, slot in unit.trained():
+                slot.whole.register_post_accumulate_grad_hook(
+                    partial(self._arrived, unit, which, index)
+                )
+        self.hooks = ModuleHooks(self, module, units)
+
+    # --- what the scheduler decides ---
+
+    def perform(self, actions: list[Any]) -> None:
+        """Do ``actions`` in order."""
+        for kind, index in actions:
+            unit = self.units[index]
+            if kind == ActionKind.GATHER:
+                unit.gather(self._roll)
+            elif kind == ActionKind.WAIT:
+                unit.wait()
+            elif kind == ActionKind.FREE:
+                unit.free()
+            elif kind == ActionKind.REDUCE:
+                unit.reduce(self._roll)
+            else:
+                unit.wait_reduce(self._world)
+
+    # --- forward ---
+
+    def begin_forward(self, module: nn.Module) -> None:
+        """``module`` is entered, and none around it runs."""
+        self.recover()
+        self.notice_edits()
+        trains = torch.is_grad_enabled()
+        self.perform(self.scheduler.begin_forward(self.mode or _mode(trains), trains))
+        if self._root is not None and module is not self.module:
+            self.use(self._root, True)
+            self._borrows_root = True
+
+    def end_forward(self, output: Any) -> None:
+        """It is left."""
+        if self.config.find_unused_parameters and torch.is_grad_enabled():
+            expect_reachable(self.units, output)
+        if self._borrows_root:
+            assert self._root is not None
+            self._borrows_root = False
+            self.release(self._root)
+        self.perform(self.scheduler.end_forward())
+
+    def use(self, unit: Unit, record: bool) -> None:
+        """A module of ``unit`` is about to run forward."""
+        self.perform(self.scheduler.use(unit.index, record))
+        unit.show_whole()
+
+    def release(self, unit: Unit) -> None:
+        """It has run."""
+        unit.show_shards()
+        self.perform(self.scheduler.release(unit.index))
+
+    # --- backward ---
+
+    def begin_backward(self) -> None:
+        """Autograd has reached the model; does nothing if it had."""
+        if self._backward_runs:
+            return
+        self._backward_runs = True
+        for unit in self.units:
+            unit.arrived.clear()
+        self.perform(self.scheduler.begin_backward())
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def open_call(self, call: Call) -> None:
+        """Autograd is about to run backward through ``call``."""
+        if call.is_open:
+            return
+        if torch.is_grad_enabled() and self.config.reshard_after_backward and not call.unit.shown:
+            raise ConfigError(
+                "create_graph=True needs the gathered weights after backward, which frees them. "
+                "Fix: zero(..., config=ZeroConfig(reshard_after_backward=False)), or run it inside "
+                "`with manager.gathered(model):`"
+            )
+        call.is_open = True
+        self._open.setdefault(call.unit.index, []).append(call)
+        self.perform(self.scheduler.use(call.unit.index))
+
+    def close_call(self, call: Call) -> None:
+        """Every gradient of the inputs of ``call`` is there."""
+        call.is_open = False
+        self._open[call.unit.index].remove(call)
+        self.perform(self.scheduler.release(call.unit.index))
+
+    def _arrived(self, unit: Unit, which: int, index: int, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "backward(create_graph=True) would have to keep the graph of gradients that are "
+                "reduced over ranks. Fix: torch.autograd.grad(loss, inputs, create_graph=True)"
+            )
+        self.begin_backward()
+        if not unit.has_gradients:
+            self.perform(self.scheduler.collect(unit.index))
+        unit.gradients[which].add(index, gradient)
+        unit.arrived.add((which, index))
+        if unit.is_complete():
+            if self.reduces:
+                self._reduce(unit)
+            for call in list(self._open.get(unit.index, ())):
+                if call.inputs == 0:
+                    self.close_call(call)
+
+    def _reduce(self, unit: Unit) -> None:
+        unit.arrived.clear()  # a second round of gradients is complete on its own
+        self.perform(self.scheduler.reduce(unit.index))
+
+    def _end_backward(self) -> None:
+        for unit in reversed(self.units):
+            if self.reduces and unit.has_gradients:
+                self._reduce(unit)
+            for call in list(self._open.get(unit.index, ())):
+                self.close_call(call)
+            unit.expected = None
+        self._backward_runs = False
+        self.perform(self.scheduler.end_backward())
+
+    # --- staleness and errors ---
+
+    def notice_edits(self) -> None:
+        """Copies gathered before an optimizer's step or another edit in place are not used."""
+        edited = []
+        for unit in self.units:
+            version = self._version(unit)
+            if version != self._versions[unit.index]:
+                self._versions[unit.index] = version
+                edited.append(unit.index)
+        if edited:
+            self.perform(self.scheduler.invalidate(edited))
+
+    @staticmethod
+    def _version(unit: Unit) -> tuple[int, ...]:
+        return tuple(buffer.master._version for buffer in unit.buffers)
+
+    def recover(self) -> None:
+        """Reset after a backward that ended with an error, which no hook reports."""
+        if self._backward_runs and not in_backward():
+            self.reset()
+
+    def reset(self) -> None:
+        """Shard every unit again, whatever was going on; gradients half collected are dropped."""
+        self._backward_runs = self._borrows_root = False
+        self._open = {}
+        self.hooks.forget()
+        for unit in self.units:
+            unit.drain()
+            unit.hide()
+        for kind, index in self.scheduler.reset():
+            if kind == ActionKind.FREE:
+                self.units[index].free()
+
+    def _explain(self, index: int) -> str:
+        missing = self.units[index].missing() if self.units[index].has_gradients else []
+        waiting = [unit.label for unit in self.units if unit.has_gradients and unit.missing()]
+        if missing:
+            return f"here {', '.join(missing[:5])} got no gradient"
+        if waiting:
+            unit = next(unit for unit in self.units if unit.label == waiting[0])
+            return f"here {', '.join(unit.missing()[:5])} of {waiting[0]!r} got no gradient yet"
+        return "here every gradient is there"
+
+
+def _mode(trains: bool) -> str:
+    return "train" if trains else "eval"

@@ -1,0 +1,216 @@
+"""``Unit``: one thing to the scheduler, one or more flat buffers to the memory.
+
+Its state is the scheduler's; what is here performs: gather, wait, free, reduce, and which tensors
+the modules show as their parameters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from tpkernels.errors import ConfigError
+from tpkernels.reference.prefetch_scheduler import UnitBytes
+from tpkernels.zero.flat_buffer import FlatBuffer, Slot
+from tpkernels.zero.gradients import GradientBuffer
+from tpkernels.zero.roll_call import GATHER, REDUCE, RollCall
+from tpkernels.zero.transfers import Transfers, Wait
+
+
+class Unit:
+    """Parameters that are gathered and freed together.
+
+    Args:
+        name: qualified name of its module; ``""`` is the model itself.
+        modules: whose forward needs it.
+        buffers: flat buffers, in an order that is the same on all ranks.
+        gradients: of the buffers that are trained.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        modules: list[nn.Module],
+        buffers: list[FlatBuffer],
+        gradients: list[GradientBuffer],
+        transfers: Transfers,
+    ) -> None:
+        self.index, self.name, self.modules = index, name, modules
+        self.buffers, self.gradients = buffers, gradients
+        self._transfers = transfers
+        self._gathering: list[Wait] = []
+        self._reducing: list[tuple[GradientBuffer, Tensor, set[int], Wait]] = []
+        self._calls: dict[int, object] = {}
+        self.shown = 0  # how many hold its whole parameters in its modules
+        self.arrived: set[tuple[int, int]] = set()  # gradients of this backward
+        self.expected: set[tuple[int, int]] | None = None  # None: of all trained parameters
+        self.stall_seconds = 0.0
+        self.gather_bytes_sent = 0
+        self.reduce_bytes_sent = 0
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return self.name
+
+    def bytes(self, *, resident: bool, held: bool) -> UnitBytes:
+        """What the scheduler charges for it."""
+        gradients = sum(each.nbytes for each in self.gradients)
+        return UnitBytes(
+            gathered=sum(buffer.nbytes for buffer in self.buffers),
+            staging=sum(
+                buffer.layout.shard_numel * buffer.master.element_size()
+                for buffer in self.buffers
+                if buffer.master.device != buffer.whole.device
+            ),
+            gradients=gradients,
+            reduce_input=gradients,
+            resident=resident,
+            held=held,
+        )
+
+    def slots(self) -> Iterator[tuple[int, int, Slot]]:
+        """(buffer, place in it, slot) of every parameter."""
+        for which, buffer in enumerate(self.buffers):
+            for index, slot in enumerate(buffer.slots):
+                yield which, index, slot
+
+    # --- gathering ---
+
+    def gather(self, roll: RollCall) -> None:
+        """Start the all-gather of every buffer."""
+        call = roll.start(GATHER, self.index)
+        for buffer in self.buffers:
+            buffer.allocate()
+        self._gathering = [self._transfers.gather(buffer) for buffer in self.buffers]
+        if call is not None:
+            self._gathering.insert(0, lambda: roll.finish(call))  # type: ignore[arg-type, return-value]
+        for buffer in self.buffers:
+            others = buffer.group.size - 1
+            self.gather_bytes_sent += others * buffer.own.nbytes
+
+    def wait(self) -> None:
+        """Wait for it; compute may use the whole parameters from here on."""
+        begin = time.perf_counter()
+        waits, self._gathering = self._gathering, []
+        for wait in waits:
+            wait()
+        self.stall_seconds += time.perf_counter() - begin
+
+    def free(self) -> None:
+        """Take the memory of the whole parameters."""
+        for buffer in self.buffers:
+            buffer.free()
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether the whole parameters have memory."""
+        return any(buffer.is_allocated for buffer in self.buffers)
+
+    def show_whole(self) -> None:
+        """The modules' parameters are the whole ones; counted."""
+        self.shown += 1
+        if self.shown > 1:
+            return
+        for which, _, slot in self.slots():
+            wanted = slot.shard.requires_grad
+            if slot.whole.requires_grad != wanted:
+                if wanted and not self.buffers[which].trains:
+                    raise ConfigError(
+                        f"{slot.name} was frozen when zero() was called and requires a gradient "
+                        "now; it has no place for one. Fix: freeze and unfreeze before zero()"
+                    )
+                slot.whole.requires_grad_(wanted)
+            for module, attribute in slot.owners:
+                module._parameters[attribute] = slot.whole
+
+    def show_shards(self) -> None:
+        """The modules' parameters are this rank's shards again, once all are done."""
+        self.shown -= 1
+        if self.shown == 0:
+            self.hide()
+
+    def hide(self) -> None:
+        """Show the shards, whoever holds what."""
+        self.shown = 0
+        for _, _, slot in self.slots():
+            for module, attribute in slot.owners:
+                module._parameters[attribute] = slot.shard
+
+    # --- gradients ---
+
+    def trained(self) -> Iterator[tuple[int, int, Slot]]:
+        """(gradient buffer, place in it, slot) of the parameters that want a gradient now."""
+        for which, gradient in enumerate(self.gradients):
+            for index, slot in enumerate(gradient.buffer.slots):
+                if slot.shard.requires_grad:
+                    yield which, index, slot
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any gradient was collected and not yet reduced."""
+        return any(each.whole is not None for each in self.gradients)
+
+    def is_complete(self) -> bool:
+        """Whether every gradient that this backward can bring has arrived."""
+        if self.expected is not None:
+            return self.expected <= self.arrived
+        return all((which, index) in self.arrived for which, index, _ in self.trained())
+
+    def missing(self) -> list[str]:
+        """Names of the parameters that collected no gradient."""
+        return [
+            slot.name
+            for which, index, slot in self.trained()
+            if index not in self.gradients[which].filled
+        ]
+
+    def reduce(self, roll: RollCall) -> None:
+        """Start the reduction of all that was collected."""
+        filled = [(which, i) for which, g in enumerate(self.gradients) for i in sorted(g.filled)]
+        call = roll.start(REDUCE, self.index, (part for pair in filled for part in pair))
+        for gradient in self.gradients:
+            if gradient.whole is None:
+                continue
+            whole, these = gradient.take()
+            self.reduce_bytes_sent += (
+                whole.nbytes // gradient.buffer.group.size * (gradient.buffer.group.size - 1)
+            )
+            self._reducing.append((gradient, whole, these, self._transfers.reduce(whole)))
+        if call is not None:
+            gradient, whole, these, wait = self._reducing[-1]
+            self._reducing[-1] = (gradient, whole, these, _after(lambda: roll.finish(call), wait))
+
+    def wait_reduce(self, world: int) -> None:
+        """Wait for it, and hand each shard its gradient."""
+        reducing, self._reducing = self._reducing, []
+        for gradient, whole, filled, wait in reducing:
+            begin = time.perf_counter()
+            parts = wait()
+            self.stall_seconds += time.perf_counter() - begin
+            gradient.give_back(whole)
+            gradient.install(parts, filled, world)
+
+    def drain(self) -> None:
+        """After an error: let what is in flight end, and forget it."""
+        waits = [*self._gathering, *(wait for _, _, _, wait in self._reducing)]
+        self._gathering, self._reducing = [], []
+        for wait in waits:
+            try:
+                wait()
+            except RuntimeError:
+                continue  # the error that led here is the one to report
+        for gradient in self.gradients:
+            gradient.drop()
+        self.arrived.clear()
+
+
+def _after(first, then):  # type: ignore[no-untyped-def]
+    def wait() -> Tensor:
+        first()
+        return then()
+
+    return wait
