@@ -12,8 +12,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import tpkernels as tpk
 from tests.flat_sharding import SHAPES, OddShapes, shard_flat_
+from tpkernels.checkpoint import DATA_GROUP, data_group_of
 from tpkernels.chunked_tensor import ChunkedTensor
-from tpkernels.comm.group import Group
+from tpkernels.comm.group import Group, resolve_group
 from tpkernels.errors import ConfigError
 from tpkernels.modules.parameters import gather_full
 from tpkernels.shard_spec import (
@@ -165,6 +166,20 @@ def test_full_state_dict_and_back(pool, world, dtype):
     pool.run(whole_state_dicts, dtype, world_size=world)
 
 
+def kept_by(group):
+    """Two pipeline stages of two ranks: how many tensors this rank keeps of its stage."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))["dp_shard"]
+    model = shard_flat_(OddShapes(), mesh.get_group())
+    setattr(model, DATA_GROUP, resolve_group(mesh))
+    assert data_group_of(nn.Sequential(model)).mesh_dim == "dp_shard"
+    return len(tpk.full_state_dict(model, rank0_only=True))
+
+
+def test_the_first_rank_of_each_stage_keeps_its_layers(pool):
+    every = len(OddShapes().state_dict())
+    assert pool.run(kept_by) == [every, 0, every, 0]
+
+
 def gathered(group, sizes):
     """A parameter cut into ``sizes``, of numbers that only copying bits keeps; and the bytes."""
     numbers = torch.tensor([-0.0, torch.nan, torch.inf, 1.5, -2.0, 0.0, 1e-45]).repeat(3)
@@ -224,7 +239,7 @@ def two_levels(seed, mesh=None):
     """A fused projection, a plain split weight and a norm; on a mesh, this rank's parts."""
     generator = torch.Generator().manual_seed(seed)
     model = nn.Module()
-    for name, shape in (("down", (2, 5)), ("norm", (17,)), ("qkv", (10, 3)), ("scale", ())):
+    for name, shape in (("down", (2, 5)), ("norm", (40,)), ("qkv", (10, 3)), ("scale", ())):
         model.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
     if mesh is None:
         return model

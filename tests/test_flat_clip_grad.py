@@ -71,7 +71,7 @@ def test_sharded_over_dp(pool, order, wrapped):
 
 
 def forget_the_group_of_copies_(model):
-    """As for a DTensor replicated over several mesh dimensions, which have no one group."""
+    """The model's group is then asked, as for a head split that does not know its own."""
     spec = model.norm.spec
     attach_spec(model.norm, replace(spec, within=replace(spec.within, group_name="")))
 
@@ -86,6 +86,10 @@ def two_by_two(group, order, seed):
         total = check_clipped(model, reference, 0.5, order)
     assert counts["all_reduce"].calls == 3  # over dp_shard and tp, and for the scalar over dp_shard
     give_gradients(model, reference, seed, wrapped=True)
+    if seed == 1:
+        with pytest.raises(ConfigError, match=r"group has 4 ranks, but .* is split over 2"):
+            tpk.clip_grad_norm_(list(model.parameters()), 1e9, order)
+        return total
     bare = tpk.clip_grad_norm_(list(model.parameters()), 1e9, order)  # they know their groups
     assert torch.equal(bare, total)
     return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from dataclasses import replace
 
@@ -229,7 +230,8 @@ def dtensor_specs(group):
         spec = spec_from_dtensor(tensor)
         right = torch.equal(spec.take(whole), tensor.to_local())
         named = spec.group_name in [str(g.group_name) for g in mesh.get_all_groups()]
-        results.append((right, spec.mesh_dim, spec.is_copied, len(spec.layout), named))
+        held = math.prod(len(level.layout) for level in spec.levels)
+        results.append((right, spec.mesh_dim, spec.is_copied, held, named))
     flat = distribute_tensor(whole.clone(), mesh["tp"], [Replicate()])
     results.append((True, spec_from_dtensor(flat).mesh_dim, True, 2, True))
     try:
@@ -243,7 +245,7 @@ def test_what_a_dtensor_says(pool):
         assert results == [
             (True, "tp", False, 2, True),
             (True, "dp", False, 2, True),
-            (True, "tp", True, 4, False),
+            (True, "tp", True, 4, True),
             (True, "tp", True, 2, True),
         ]
         assert "(5, 3)" in message and "Shard on one of them" in message

@@ -15,6 +15,7 @@ from tpkernels.errors import ConfigError
 from tpkernels.modules.parameters import copy_from_full, gather_full
 
 _GROUP = "_tpkernels_group"  # on the root of a parallelized model
+DATA_GROUP = "_tpkernels_data_group"  # on the root of a model under ZeRO: the Group it is cut over
 
 
 def group_of(module: nn.Module) -> Group | None:
@@ -29,6 +30,12 @@ def group_of(module: nn.Module) -> Group | None:
             if isinstance(group, Group):
                 return group
     return None
+
+
+def data_group_of(module: nn.Module) -> Group | None:
+    """The group over which ZeRO sharded ``module``, or the first such module inside it."""
+    found = (each.__dict__.get(DATA_GROUP) for each in module.modules())
+    return next((group for group in found if isinstance(group, Group)), None)
 
 
 def full_state_dict(
@@ -46,7 +53,7 @@ def full_state_dict(
     Collective over all ranks that hold a part: call it on all of them.
     """
     group = group_of(model)
-    keep = not rank0_only or is_first_rank(group)
+    keep = not rank0_only or is_first_rank(group or data_group_of(model))
     result: dict[str, Any] = {}
     gathered: dict[int, Tensor] = {}
     for key, value in model.state_dict(keep_vars=True).items():

@@ -117,17 +117,15 @@ def _total_norm(
     return total if infinite else total ** (1.0 / norm_type)
 
 
-def _is_added(level: ShardSpec) -> bool:
-    """Whether the parts of this level are added up; the copies of unknown ranks are alike."""
-    return len(level.layout) > 1 and (bool(level.group_name) or not level.is_copied)
-
-
 def _names(spec: ShardSpec, split_group: GroupLike) -> tuple[str, ...]:
-    """The names of the groups that hold the parts of ``spec``, from the inner level outwards."""
+    """The names of the groups that hold the parts of ``spec``, from the inner level outwards.
+
+    Those of copies too: ranks that cut their copies unlike round unlike, and must yet agree.
+    """
     return tuple(
         level.group_name or name_of_group(level, resolve_group(split_group))
         for level in spec.levels
-        if _is_added(level)
+        if len(level.layout) > 1
     )
 
 
@@ -138,10 +136,9 @@ def _held_once(spec: ShardSpec, values: Tensor, norm_type: float) -> Tensor:
     """
     if math.isinf(norm_type) or not any(level.is_replicated for level in spec.levels):
         return _power(values, norm_type)
-    copies = math.prod(len(level.layout) for level in spec.levels if not _is_added(level))
     total = values.new_zeros(())
     for box in spec.boxes():
-        total += _power(box.view(values), norm_type) * (copies / box.replicas)
+        total += _power(box.view(values), norm_type) / box.replicas
     return total
 
 

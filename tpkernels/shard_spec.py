@@ -224,7 +224,12 @@ def layout_from_flat_buffer(
 
 
 def copied_spec(
-    shape: Sequence[int], world: int, rank: int, mesh_dim: str = "tp", group_name: str = ""
+    shape: Sequence[int],
+    world: int,
+    rank: int,
+    mesh_dim: str = "tp",
+    group_name: str = "",
+    within: ShardSpec | None = None,
 ) -> ShardSpec | None:
     """The spec of a tensor that each of ``world`` ranks holds whole; None for one of 0 dimensions.
 
@@ -234,14 +239,14 @@ def copied_spec(
     if not shape:
         return None
     layout = ((Chunk(0, shape[0], 0),),) * world
-    return ShardSpec(tuple(shape), 0, layout, rank, mesh_dim, group_name=group_name)
+    return ShardSpec(tuple(shape), 0, layout, rank, mesh_dim, within, group_name)
 
 
 def spec_from_dtensor(tensor: DTensor) -> ShardSpec | None:
     """The spec that says what a DTensor's placements say, split over one mesh dimension.
 
     Dimensions of one rank, and ``Replicate`` beside a ``Shard``, are left out; replicated over
-    all, it is :func:`copied_spec`.
+    all, it is a :func:`copied_spec` for each of them.
 
     Raises:
         ConfigError: ``Shard`` on several mesh dimensions, or a placement that is neither.
@@ -261,10 +266,17 @@ def spec_from_dtensor(tensor: DTensor) -> ShardSpec | None:
             "Fix: shard it over one mesh dimension, for example by tpkernels.parallelize alone"
         )
     if not split:
-        name = mesh.get_group(0).group_name if mesh.ndim == 1 else ""
-        rank = mesh.mesh.flatten().tolist().index(mesh.get_rank())
-        mesh_dim = names[0] if names and mesh.ndim == 1 else "tp"
-        return copied_spec(tensor.shape, mesh.size(), rank, mesh_dim, str(name))
+        copied: ShardSpec | None = None
+        for dim in range(mesh.ndim):
+            copied = copied_spec(
+                tensor.shape,
+                mesh.size(dim),
+                mesh.get_local_rank(dim),
+                names[dim] if names else "tp",
+                str(mesh.get_group(dim).group_name),
+                copied,
+            )
+        return copied
     (mesh_dim_number,) = split
     dim = tensor.placements[mesh_dim_number].dim % tensor.dim()  # type: ignore[attr-defined]
     return ShardSpec(

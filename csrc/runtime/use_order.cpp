@@ -32,8 +32,15 @@ void UseOrder::end_forward() {
       mode = std::move(*known);
       modes_.erase(known);
     }
-    std::erase(mode.orders, pass_.history);
-    mode.orders.push_back(pass_.history);
+    if (!mode.orders.empty()) mode.orders.back().follower = pass_.history;
+    Known now{pass_.history, {}};
+    const auto same = std::find_if(mode.orders.begin(), mode.orders.end(),
+                                   [&](const Known& each) { return each.order == now.order; });
+    if (same != mode.orders.end()) {
+      now = std::move(*same);
+      mode.orders.erase(same);
+    }
+    mode.orders.push_back(std::move(now));
     if (mode.orders.size() > kRecordedOrders) mode.orders.pop_front();
     modes_.push_back(std::move(mode));  // the newest mode last, too
   }
@@ -96,13 +103,17 @@ const UseOrder::Mode* UseOrder::find_mode(const std::string& name) const {
   return nullptr;
 }
 
-// The order to expect of `mode` before anything was used: the newest known of any.
+// What followed the last forward of `mode` before, else the newest known of any.
 UseOrder::Order UseOrder::expected(const std::string& mode) const {
-  if (const Mode* known = find_mode(mode)) return known->orders.back();
-  if (!modes_.empty()) return modes_.back().orders.back();
-  Order all(units_);
-  std::iota(all.begin(), all.end(), 0);
-  return all;
+  const Mode* known = find_mode(mode);
+  if (!known && !modes_.empty()) known = &modes_.back();
+  if (!known) {
+    Order all(units_);
+    std::iota(all.begin(), all.end(), 0);
+    return all;
+  }
+  const Known& newest = known->orders.back();
+  return newest.follower.empty() ? newest.order : newest.follower;
 }
 
 bool UseOrder::follows(const Backward& backward, const Order* last) const {
@@ -152,8 +163,8 @@ void UseOrder::locate(int unit) {
   if (phase_ == Phase::kForward) {
     if (const Mode* mode = find_mode(pass_.mode)) {
       int which = 0;
-      for (auto order = mode->orders.rbegin(); order != mode->orders.rend(); ++order) {
-        if (*order != pass_.order) search(*order, ++which);
+      for (auto known = mode->orders.rbegin(); known != mode->orders.rend(); ++known) {
+        if (known->order != pass_.order) search(known->order, ++which);
       }
     }
   }

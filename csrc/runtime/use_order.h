@@ -53,9 +53,13 @@ class UseOrder {
     Order order;
     int position = -1;
   };
+  struct Known {
+    Order order;
+    Order follower;  // which one followed the last time, or none: of branches that alternate
+  };
   struct Mode {
     std::string name;
-    std::deque<Order> orders;  // the newest last
+    std::deque<Known> orders;  // the newest last
   };
   struct Backward {
     std::deque<Order> forwards;  // after just these

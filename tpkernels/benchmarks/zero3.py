@@ -38,7 +38,7 @@ from tpkernels.errors import ConfigError
 
 DESCRIPTION = "ZeRO-3 over rate-limited links against DDP, FSDP2, DeepSpeed, and the limit"
 _RATE, _REPEATS, _QUICK_REPEATS = "1gbit", 7, 3
-_SECONDS = 300.0  # of rounds, all models together
+_SECONDS = 220.0  # of rounds, all models together
 _BUDGETS, _SWEEP_UNITS = ("0", "1unit", "2units", "256MiB"), (1, 2, 3)
 # Beside the rounds: starting ranks, and one step of every variant that is checked and warmed up.
 _SET_UP_SECONDS, _VARIANT_SECONDS = 120.0, 60.0

@@ -47,13 +47,15 @@ def _origin(row: Zero3Row) -> str:
     nominal = f"{row.nominal_mbs:g} MB/s nominal, " if row.nominal_mbs else ""
     versions = ", ".join(f"{n} {v}" for n, v in row.versions.items() if v != "none")
     shape = row.shape
+    share = "" if row.core_share is None else f" (it had {row.core_share:.0%} of its core)"
     return (
         f"{shape['blocks']} blocks of d={shape['d_model']}, {shape['tokens']} tokens a rank, "
         f"{row.dtype}, {row.world} ranks of one thread, {row.device}. Link {row.link}: {nominal}"
         f"{row.measured_mbs:.1f} MB/s measured with one send of 8 MB. Medians over "
         f"{row.repetitions} rounds of the slowest rank. Limit: max(compute, bytes / bandwidth) + "
-        "first gather + last reduce-scatter, at the measured bandwidth; the full limit is that of "
-        f"gathering in forward and in backward. {versions}; commit {row.commit}; {row.date}."
+        "first gather + last reduce-scatter, at the measured bandwidth, with the time of compute "
+        f"alone in the same run{share}; the full limit is that of gathering in forward and in "
+        f"backward. {versions}; commit {row.commit}; {row.date}."
     )
 
 

@@ -35,7 +35,8 @@ class Zero3Row:
         blocks_per_unit, unit_bytes, prefetch_bytes: how ours, FSDP2 and DeepSpeed cut the model,
             and how far ahead ours may gather.
         us, p20_us, p80_us: of the slowest rank, over the rounds; None where not measured.
-        compute_us: that of compute alone in the same run.
+        compute_us: that of compute alone in the same run; `core_share`: how much of its core it
+            had: much less than 1 where other programs ran.
         wire_bytes: what its schedule must send a rank, as ours counts it; `full_wire_bytes`: what
             gathering in forward and in backward must.
         sent_bytes: what the network interface sent in forward and backward; None over loopback.
@@ -64,6 +65,7 @@ class Zero3Row:
     p80_us: float | None
     repetitions: int
     compute_us: float | None
+    core_share: float | None
     wire_bytes: float | None
     full_wire_bytes: float
     sent_bytes: float | None
@@ -140,6 +142,7 @@ def _row(
         p80_us=digits(percentile(times, 80)) if times else None,
         repetitions=len(times),
         compute_us=digits(compute_us),
+        core_share=_core_share(record),
         wire_bytes=wire,
         full_wire_bytes=full.total if step else full.forward,
         sent_bytes=sent if step else None,
@@ -166,6 +169,14 @@ def _compute_us(record: Mapping[str, Any], op: str) -> float | None:
         times = outcome["step_us" if op == STEP else "forward_us"]
         if outcome["plan"]["kind"] == COMPUTE and times:
             return percentile(times, 50)
+    return None
+
+
+def _core_share(record: Mapping[str, Any]) -> float | None:
+    """Compute alone's processor time over its time."""
+    for outcome in record["outcomes"]:
+        if outcome["plan"]["kind"] == COMPUTE and outcome["step_us"]:
+            return digits(sum(outcome["cpu_us"]) / sum(outcome["step_us"]))
     return None
 
 

@@ -30,6 +30,10 @@ from tpkernels.benchmarks.zero3_variants import NotInstalled, Plan, Trained, bui
 
 TOLERANCE = 1e-5  # of the norm of the truth: sums of fp32 in another order
 _LINK_BYTES, _LINK_REPEATS = 8 << 20, 5
+# Of ZeroManager.stats(), what grows with every step, and the most that there was at once.
+_COUNTED: tuple[str, ...] = ("gathers", "hits", "misses", "wasted", "stall_seconds")
+_COUNTED += ("gather_bytes_sent", "reduce_bytes_sent")
+_PEAKS = ("peak_idle_bytes", "peak_gathered_bytes", "peak_live_bytes")
 _WARM_UP = 1  # rounds beside the check's step: from then on every order is known
 
 
@@ -68,6 +72,7 @@ class Outcome:
     Attributes:
         forward_us, step_us: one a round; `step_us` is forward and backward.
         sent: bytes that the network interface sent in each round.
+        cpu_us: processor time of this rank in each round.
         stats: counters of ours, a round; peaks as they are.
         relative_error: of the loss or a gradient, the largest, against compute alone on the ranks'
             batches concatenated.
@@ -80,7 +85,8 @@ class Outcome:
     forward_us: list[float] = field(default_factory=list)
     step_us: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
-    stats: dict[str, Any] | None = None
+    cpu_us: list[float] = field(default_factory=list)
+    stats: dict[str, float] | None = None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -143,20 +149,18 @@ def run_model(
             step(outcome, batch)
     rounds = _rounds((time.perf_counter() - before) / _WARM_UP, order)
     _say(f"{shape.name}: {len(running)} variants, {rounds} rounds")
-    earlier = [dict(_stats(outcome) or {}) for outcome in running]
+    earlier = [_stats(outcome) for outcome in running]
     for number in range(rounds):
         start = number % len(running)
         for outcome in (*running[start:], *running[:start]):
-            forward_us, step_us, sent = step(outcome, batch)
-            outcome.forward_us.append(forward_us)
-            outcome.step_us.append(step_us)
-            outcome.sent.append(sent)
+            for values, value in zip(_series(outcome), step(outcome, batch), strict=True):
+                values.append(value)
     for outcome, counted in zip(running, earlier, strict=True):
         after = _stats(outcome)
-        outcome.stats = a_step(counted, after, rounds) if after is not None else None
-        outcome.forward_us = _largest(outcome.forward_us)
-        outcome.step_us = _largest(outcome.step_us)
-        outcome.sent = _largest(outcome.sent)
+        if counted is not None and after is not None:
+            outcome.stats = a_step(counted, after, rounds)
+        for values in _series(outcome):
+            values[:] = _largest(values)
     return outcomes
 
 
@@ -227,20 +231,28 @@ def compare(
     return worst, f"{where}: relative error {worst:.1e}, allowed: {TOLERANCE:.0e}"
 
 
-def step(outcome: Outcome, batch: tuple[Tensor, Tensor]) -> tuple[float, float, float]:
-    """(microseconds of the forward pass, of both, bytes sent); then other weights, not timed."""
+def _series(outcome: Outcome) -> tuple[list[float], ...]:
+    """What `step` gives, in its order."""
+    return outcome.forward_us, outcome.step_us, outcome.sent, outcome.cpu_us
+
+
+def step(outcome: Outcome, batch: tuple[Tensor, Tensor]) -> tuple[float, float, float, float]:
+    """(us of the forward pass, of both, bytes sent, us of processor time) of one training step.
+
+    The weights are then changed, which is not timed.
+    """
     trained = outcome.trained
     assert trained is not None
     dist.barrier()
     before = sent_bytes()
-    start = time.perf_counter()
+    cpu, start = time.process_time(), time.perf_counter()
     loss = trained.model(*batch)
     forward = time.perf_counter()
     trained.backward(loss)
     end = time.perf_counter()
-    sent = sent_bytes() - before
+    cpu, sent = time.process_time() - cpu, sent_bytes() - before
     trained.update()
-    return 1e6 * (forward - start), 1e6 * (end - start), sent
+    return 1e6 * (forward - start), 1e6 * (end - start), sent, 1e6 * cpu
 
 
 def sent_bytes() -> float:
@@ -260,17 +272,10 @@ def sent_bytes() -> float:
     return 0.0
 
 
-def a_step(before: Mapping[str, Any], after: Mapping[str, Any], rounds: int) -> dict[str, Any]:
-    """What was counted, per step; a peak as it is.
-
-    A value that has no number is left out.
-    """
-    found = {}
-    for name, value in after.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue
-        found[name] = value if "peak" in name else (value - before.get(name, 0)) / rounds
-    return found
+def a_step(before: Mapping[str, Any], after: Mapping[str, Any], rounds: int) -> dict[str, float]:
+    """What was counted in `rounds` steps, per step; peaks as they are."""
+    found = {name: (after[name] - before[name]) / rounds for name in _COUNTED}
+    return {**found, **{name: after[name] for name in _PEAKS}}
 
 
 def _stats(outcome: Outcome) -> Mapping[str, Any] | None:
@@ -300,6 +305,7 @@ def _record(outcome: Outcome) -> dict[str, Any]:
         "forward_us": outcome.forward_us,
         "step_us": outcome.step_us,
         "sent": outcome.sent,
+        "cpu_us": outcome.cpu_us,
         "stats": outcome.stats,
         "traffic": asdict(outcome.trained.traffic) if outcome.trained else None,
     }

@@ -161,14 +161,27 @@ def all_gather_in_place_async(whole: Tensor, group_name: str) -> Pending:
     group = group_by_name(group_name)
     if group is None or whole.numel() == 0:
         return Pending(None, whole, "all_gather", group_name)
-    size = whole.numel() // group.size()
-    raw = whole.view(torch.uint8)
-    size *= whole.element_size()
-    own = raw[group.rank() * size : (group.rank() + 1) * size]
+    raw, own = _whole_and_own(whole, group)
     work = _guarded(
         _all_gather_single, "all_gather", group_name, raw, own, group=group, async_op=True
     )
     return Pending(work, whole, "all_gather", group_name)
+
+
+def all_gather_in_place(whole: Tensor, group_name: str) -> Tensor:
+    """:func:`all_gather_in_place_async`, complete; on CUDA enqueued on the current stream."""
+    group = group_by_name(group_name)
+    if group is not None and whole.numel():
+        raw, own = _whole_and_own(whole, group)
+        _guarded(_all_gather_single, "all_gather", group_name, raw, own, group=group)
+    return whole
+
+
+def _whole_and_own(whole: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """``whole`` and this rank's part of it, as bytes."""
+    raw = whole.view(torch.uint8)
+    size = raw.numel() // group.size()
+    return raw, raw[group.rank() * size : (group.rank() + 1) * size]
 
 
 def all_to_all_async(received: Tensor, sent: Tensor, group_name: str) -> Pending:
@@ -205,6 +218,23 @@ def reduce_scatter_async(kept: Tensor, whole: Tensor, group_name: str) -> Pendin
         async_op=True,
     )
     return Pending(work, kept, "reduce_scatter", group_name)
+
+
+def reduce_scatter_into(kept: Tensor, whole: Tensor, group_name: str) -> Tensor:
+    """:func:`reduce_scatter_async`, complete; on CUDA enqueued on the current stream."""
+    group = group_by_name(group_name)
+    if group is None or whole.numel() == 0:
+        return kept.copy_(whole)
+    _guarded(_reduce_scatter_single, "reduce_scatter", group_name, kept, whole, group=group)
+    return kept
+
+
+def all_reduce_in_place(tensor: Tensor, group_name: str) -> Tensor:
+    """The sum over the group into ``tensor`` itself; on CUDA enqueued on the current stream."""
+    group = group_by_name(group_name)
+    if group is not None and tensor.numel():
+        _guarded(dist.all_reduce, "all_reduce", group_name, tensor, group=group)
+    return tensor
 
 
 def all_gather_bytes_async(row: Tensor, group_name: str) -> Pending:

@@ -291,7 +291,7 @@ class ColumnParallelLinear(_ParallelLinear):
         spec = spec_of(self.weight)
         if spec is None:
             return chunk_sizes(self.out_features, self.group.size)
-        return [spec.local_shape_of(rank)[spec.dim] for rank in range(self.group.size)]
+        return [spec.rows_of(rank) for rank in range(self.group.size)]
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
@@ -392,7 +392,7 @@ class RowParallelLinear(_ParallelLinear):
         spec = spec_of(self.weight)
         if spec is None:
             return chunk_sizes(self.in_features, self.group.size)
-        return [spec.local_shape_of(rank)[spec.dim] for rank in range(self.group.size)]
+        return [spec.rows_of(rank) for rank in range(self.group.size)]
 
     def forward(self, x: Tensor) -> Tensor:
         if self.ends_rank_stream and self.training:

@@ -27,6 +27,14 @@ class Phase(IntEnum):
 
 
 @dataclass
+class _Known:
+    """An order of a mode, and which one followed the last time: of branches that alternate."""
+
+    order: Order
+    follower: Order | None = None
+
+
+@dataclass
 class _Pass:
     """The forward or backward that runs: what was used so far, and what is expected."""
 
@@ -49,7 +57,7 @@ class UseOrder:
         self.upcoming: dict[int, int] = {}
         self._units = units
         self._pass = _Pass()
-        self._orders: dict[str, list[Order]] = {}  # by mode, the newest last
+        self._orders: dict[str, list[_Known]] = {}  # by mode, the newest last
         self._backwards: list[tuple[tuple[Order, ...], Order]] = []  # after which forwards
         self._forwards: tuple[Order, ...] = ()  # whose backward has not come
 
@@ -70,8 +78,12 @@ class UseOrder:
         """It is remembered; what to expect from here on is the backward of all that wait for it."""
         order = tuple(self._pass.history)
         if order:
-            others = [each for each in self._orders.pop(self._pass.mode, []) if each != order]
-            self._orders[self._pass.mode] = [*others, order][-RECORDED_ORDERS:]  # newest mode last
+            known = self._orders.pop(self._pass.mode, [])  # the newest mode last, too
+            if known:
+                known[-1].follower = order
+            this = next((each for each in known if each.order == order), _Known(order))
+            others = [each for each in known if each is not this]
+            self._orders[self._pass.mode] = [*others, this][-RECORDED_ORDERS:]
         if self.trains:
             self._forwards = (*self._forwards, order)[-PENDING_FORWARDS:]
         coming = self._backward_order(self._forwards) if self._forwards else ()
@@ -113,12 +125,13 @@ class UseOrder:
         self._predict()
 
     def _expected(self, mode: str) -> Order:
-        """The order to expect of ``mode`` before anything was used: the newest known of any."""
-        if mode in self._orders:
-            return self._orders[mode][-1]
-        for orders in reversed(self._orders.values()):
-            return orders[-1]
-        return tuple(range(self._units))
+        """What followed the last forward of ``mode`` before, else the newest known of any."""
+        if mode not in self._orders:
+            mode = next(reversed(self._orders), mode)
+        if mode not in self._orders:
+            return tuple(range(self._units))
+        newest = self._orders[mode][-1]
+        return newest.follower or newest.order
 
     def _backward_order(self, forwards: tuple[Order, ...]) -> Order:
         """As recorded after just these forwards, else their reverse."""
@@ -135,7 +148,8 @@ class UseOrder:
             return
         orders = [now.order]
         if self.phase is Phase.FORWARD:
-            orders += [o for o in reversed(self._orders.get(now.mode, [])) if o != now.order]
+            known = [each.order for each in reversed(self._orders.get(now.mode, []))]
+            orders += [order for order in known if order != now.order]
         best: tuple[int, int, int] | None = None  # (context, -which order, -distance)
         for which, order in enumerate(orders):
             for place, each in enumerate(order):

@@ -26,8 +26,12 @@ def build_unit(
     config: ZeroConfig,
     device: torch.device,
     transfers: Transfers,
+    copies: Group | None,
 ) -> Unit:
-    """Move the parameters of ``planned`` into flat buffers and show their shards instead."""
+    """Move the parameters of ``planned`` into flat buffers and show their shards instead.
+
+    ``copies``: the tensor-parallel ranks that share the model, or None.
+    """
     precision = config.precision
     offloads = config.offload_optimizer == "cpu"
     parameters: list[Named] = [(n, p, list(o)) for n, p, o in planned.parameters]
@@ -45,6 +49,7 @@ def build_unit(
                 device=device,
                 master_device=torch.device("cpu") if offloads else device,
                 pin_memory=offloads and config.pin_memory and device.type == "cuda",
+                copies=copies,
             )
         )
     gradients = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -13,8 +16,9 @@ from tpkernels.errors import ConfigError
 from tpkernels.reference.prefetch_scheduler import ActionKind
 from tpkernels.zero.config import ZeroConfig
 from tpkernels.zero.gradients import group_size
-from tpkernels.zero.hooks import Call, ModuleHooks, in_backward
+from tpkernels.zero.hooks import Call, ModuleHooks
 from tpkernels.zero.roll_call import RollCall
+from tpkernels.zero.transfers import Transfers
 from tpkernels.zero.unit import Unit
 from tpkernels.zero.unused import expect_reachable
 
@@ -36,7 +40,9 @@ class Engine:
         group: Group,
         replicas: Group | None,
         config: ZeroConfig,
+        transfers: Transfers,
     ) -> None:
+        self._transfers = transfers
         self.module, self.units, self.config = module, units, config
         self.group, self.replicas = group, replicas
         self.scheduler = scheduler
@@ -47,9 +53,14 @@ class Engine:
         self._world = group_size(group, replicas)
         self._roll = RollCall(group, [unit.label for unit in units], self._explain)
         self._backward_runs = False
+        self._reduced: set[int] = set()  # in the backward that runs
+        # Without gathers to keep ranks in step, only the end of backward is the same on all.
+        self._reduces_late = config.find_unused_parameters and config.stage < 3
+        self._backward: weakref.ref[_Backward] | None = None
         self._open: dict[int, list[Call]] = {}
         self._versions = [self._version(unit) for unit in units]
         self._root = next((unit for unit in units if module in unit.modules), None)
+        self.by_hand: Counter[int] = Counter()  # units gathered by hand, how often
         self._borrows_root = False  # a part of the model was called by itself
         for unit in units:
             for which, index, slot in unit.trained():
@@ -74,6 +85,15 @@ class Engine:
                 unit.reduce(self._roll)
             else:
                 unit.wait_reduce(self._world)
+        self._trim_pool()
+
+    def settle(self) -> None:
+        """The host may change shards from here on."""
+        self._transfers.settle()
+
+    def _trim_pool(self) -> None:
+        """What is gathered and not in use, and memory for it, are within one bound."""
+        self._transfers.pool.keep(self.prefetch_bytes - self.scheduler.idle_bytes)
 
     # --- forward ---
 
@@ -96,6 +116,7 @@ class Engine:
             self._borrows_root = False
             self.release(self._root)
         self.perform(self.scheduler.end_forward())
+        self.settle()
 
     def use(self, unit: Unit, record: bool) -> None:
         """A module of ``unit`` is about to run forward."""
@@ -111,13 +132,18 @@ class Engine:
 
     def begin_backward(self) -> None:
         """Autograd has reached the model; does nothing if it had."""
+        self.recover()
         if self._backward_runs:
             return
         self._backward_runs = True
+        self.notice_edits()
+        self._reduced.clear()
         for unit in self.units:
             unit.arrived.clear()
         self.perform(self.scheduler.begin_backward())
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        backward = _Backward(self._end_backward)
+        self._backward = weakref.ref(backward)
+        torch.autograd.Variable._execution_engine.queue_callback(backward)  # type: ignore[attr-defined]
 
     def open_call(self, call: Call) -> None:
         """Autograd is about to run backward through ``call``."""
@@ -132,11 +158,16 @@ class Engine:
         call.is_open = True
         self._open.setdefault(call.unit.index, []).append(call)
         self.perform(self.scheduler.use(call.unit.index))
+        call.unit.enter()
 
     def close_call(self, call: Call) -> None:
         """Every gradient of the inputs of ``call`` is there."""
         call.is_open = False
-        self._open[call.unit.index].remove(call)
+        unit = call.unit
+        self._open[unit.index].remove(call)
+        unused = unit.expected == set() and unit.index not in self._reduced
+        if unused and self.reduces and not self._reduces_late and any(unit.trained()):
+            self._reduce(unit)  # here, since on other ranks its gradients came before this
         self.perform(self.scheduler.release(call.unit.index))
 
     def _arrived(self, unit: Unit, which: int, index: int, parameter: Tensor) -> None:
@@ -151,55 +182,70 @@ class Engine:
         self.begin_backward()
         if not unit.has_gradients:
             self.perform(self.scheduler.collect(unit.index))
-        unit.gradients[which].add(index, gradient)
+        unit.collect(which, index, gradient)
         unit.arrived.add((which, index))
         if unit.is_complete():
-            if self.reduces:
+            if self.reduces and not self._reduces_late:
                 self._reduce(unit)
             for call in list(self._open.get(unit.index, ())):
                 if call.inputs == 0:
                     self.close_call(call)
 
     def _reduce(self, unit: Unit) -> None:
+        self._reduced.add(unit.index)
+        if self.config.find_unused_parameters:
+            for which, index, _ in unit.lacking():
+                if not unit.has_gradients:
+                    self.perform(self.scheduler.collect(unit.index))
+                unit.collect(which, index, torch.zeros(()))
         unit.arrived.clear()  # a second round of gradients is complete on its own
         self.perform(self.scheduler.reduce(unit.index))
 
     def _end_backward(self) -> None:
         for unit in reversed(self.units):
-            if self.reduces and unit.has_gradients:
+            late = self.config.find_unused_parameters and unit.index not in self._reduced
+            if self.reduces and any(unit.trained()) and (unit.has_gradients or late):
                 self._reduce(unit)
             for call in list(self._open.get(unit.index, ())):
                 self.close_call(call)
             unit.expected = None
         self._backward_runs = False
         self.perform(self.scheduler.end_backward())
+        self.settle()
 
     # --- staleness and errors ---
 
-    def notice_edits(self) -> None:
-        """Copies gathered before an optimizer's step or another edit in place are not used."""
-        edited = []
+    def notice_edits(self, surely: Iterable[int] = ()) -> None:
+        """Copies gathered before an optimizer's step or another edit in place are not used.
+
+        ``surely``: units edited whether or not that shows (through ``.data`` it does not).
+        """
+        edited = set(surely)
         for unit in self.units:
             version = self._version(unit)
-            if version != self._versions[unit.index]:
+            if version != self._versions[unit.index] or unit.index in edited:
                 self._versions[unit.index] = version
-                edited.append(unit.index)
+                edited.add(unit.index)
+                for buffer in unit.buffers:
+                    buffer.outdate()
         if edited:
-            self.perform(self.scheduler.invalidate(edited))
+            self.perform(self.scheduler.invalidate(sorted(edited)))
 
     @staticmethod
     def _version(unit: Unit) -> tuple[int, ...]:
         return tuple(buffer.master._version for buffer in unit.buffers)
 
     def recover(self) -> None:
-        """Reset after a backward that ended with an error, which no hook reports."""
-        if self._backward_runs and not in_backward():
+        """Reset after a pass that ended with an error that no hook reports."""
+        backward = self._backward() if self._backward is not None else None
+        if (self._backward_runs and backward is None) or self.hooks.is_abandoned:
             self.reset()
 
     def reset(self) -> None:
         """Shard every unit again, whatever was going on; gradients half collected are dropped."""
         self._backward_runs = self._borrows_root = False
         self._open = {}
+        self.by_hand.clear()
         self.hooks.forget()
         for unit in self.units:
             unit.drain()
@@ -207,6 +253,8 @@ class Engine:
         for kind, index in self.scheduler.reset():
             if kind == ActionKind.FREE:
                 self.units[index].free()
+        self.settle()
+        self._trim_pool()
 
     def _explain(self, index: int) -> str:
         missing = self.units[index].missing() if self.units[index].has_gradients else []
@@ -217,6 +265,16 @@ class Engine:
             unit = next(unit for unit in self.units if unit.label == waiting[0])
             return f"here {', '.join(unit.missing()[:5])} of {waiting[0]!r} got no gradient yet"
         return "here every gradient is there"
+
+
+class _Backward:
+    """Called when a backward ends; autograd drops it uncalled when one fails."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __call__(self) -> None:
+        self._end()
 
 
 def _mode(trains: bool) -> str:

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpkernels.checkpoint import DATA_GROUP, group_of
 from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.errors import ConfigError, TPKernelsWarning, UnsupportedModuleError
-from tpkernels.reference.prefetch_scheduler import UNLIMITED
 from tpkernels.shard_spec import spec_of
-from tpkernels.zero.byte_sizes import format_bytes
+from tpkernels.zero.byte_sizes import UNLIMITED, format_bytes
 from tpkernels.zero.config import ZeroConfig
 from tpkernels.zero.construct import build_unit
 from tpkernels.zero.engine import Engine
@@ -25,7 +25,9 @@ from tpkernels.zero.materialize import (
     materialise_buffers,
 )
 from tpkernels.zero.policies import resolve_offload
+from tpkernels.zero.reduce_group import separate_reduce_group
 from tpkernels.zero.scheduler import make_scheduler
+from tpkernels.zero.streams import StreamTransfers
 from tpkernels.zero.transfers import HostTransfers, Transfers
 from tpkernels.zero.unit import Unit
 from tpkernels.zero.units import find_units
@@ -102,12 +104,14 @@ def zero(
     if any(each.is_meta for each in (*module.parameters(), *module.buffers())):
         seed = agreed_seed([group] if replicas is None else [group, replicas])
         materialise_buffers(module, device, seed)
-    transfers: Transfers = HostTransfers(group, replicas)
+    transfers = _transfers(group, replicas, device, config)
+    _place_buffers(module, device, config.precision.buffer_dtype)
+    copies = group_of(module)
     built = []
     for index, each in enumerate(planned):
         if seed is not None:
             each.parameters = materialise(module, each, device, seed + index)
-        built.append(build_unit(index, each, group, config, device, transfers))
+        built.append(build_unit(index, each, group, config, device, transfers, copies))
         each.parameters = []  # the last reference to what was whole
     residents = _residents(built, config)
     sizes = [
@@ -122,8 +126,9 @@ def zero(
         config.max_pending_reduces,
         config.reshard_after_backward,
     )
-    manager = ZeroManager(Engine(module, built, scheduler, group, replicas, config))
+    manager = ZeroManager(Engine(module, built, scheduler, group, replicas, config, transfers))
     module.__dict__[_MANAGER] = manager
+    module.__dict__[DATA_GROUP] = group
     return manager
 
 
@@ -190,6 +195,31 @@ def _device(module: nn.Module, mesh: GroupLike, group: Group) -> torch.device:
     return torch.device(kind)
 
 
+def _transfers(
+    group: Group, replicas: Group | None, device: torch.device, config: ZeroConfig
+) -> Transfers:
+    second = separate_reduce_group(group) if config.separate_reduce_group else None
+    if device.type != "cuda":
+        return HostTransfers(group, replicas, reduce_group=second)
+    return StreamTransfers(
+        group,
+        replicas,
+        device,
+        reduce_group=second,
+        offloads=config.offload_optimizer == "cpu",
+        pin_memory=config.pin_memory,
+    )
+
+
+def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Move buffers to ``device``, floating-point ones to ``dtype`` if it is given."""
+    for each in module.modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+                each._buffers[name] = buffer.to(device, wanted)
+
+
 def _residents(units: list[Unit], config: ZeroConfig) -> set[int]:
     """Units that stay gathered: all below stage 3, else the small ones, smallest first."""
     if config.stage < 3:
@@ -221,7 +251,7 @@ def _tell_oversized(units: list[Unit], config: ZeroConfig) -> None:
             f"{setting}={format_bytes(bound or 0)} is less than {largest!r} needs, "
             f"{format_bytes(total[largest])} ({len(over)} of {len(units)} units do not fit); "
             "such a unit is gathered when it is used, not ahead. Fix: "
-            f"{setting}={format_bytes(total[largest])!r}, or smaller units="
+            f"{setting}={format_bytes(total[largest], round_up=True)!r}, or smaller units="
         )
         if config.strict:
             raise ConfigError(text)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from tpkernels.chunked_tensor import ChunkedTensor
 from tpkernels.comm.group import Group
-from tpkernels.shard_spec import ShardSpec, attach_spec, spec_from_dtensor, spec_of
+from tpkernels.shard_spec import ShardSpec, attach_spec, copied_spec, spec_from_dtensor, spec_of
+from tpkernels.zero.buffer_pool import BufferPool
 from tpkernels.zero.layout import FlatLayout, flat_layout
 
 Owner = tuple[nn.Module, str]  # a module and the name of its parameter
@@ -52,6 +54,7 @@ class FlatBuffer:
         compute_dtype: of the whole.
         master_dtype: of the shard that the optimizer steps.
         device: where the whole is; ``master_device`` where the shard is (CPU when offloaded).
+        copies: the tensor-parallel ranks, which hold whole what they did not split, or None.
     """
 
     def __init__(
@@ -64,8 +67,9 @@ class FlatBuffer:
         device: torch.device,
         master_device: torch.device,
         pin_memory: bool = False,
+        copies: Group | None = None,
     ) -> None:
-        self.group = group
+        self.group, self._copies = group, copies
         self.trains = parameters[0][1].requires_grad
         shapes = [_local(parameter).shape for _, parameter, _ in parameters]
         self.layout: FlatLayout = flat_layout(shapes, compute_dtype.itemsize, group.size)
@@ -94,14 +98,14 @@ class FlatBuffer:
         size = self.layout.shard_numel
         return self.whole.data[self.group.rank * size : (self.group.rank + 1) * size]
 
-    def allocate(self) -> None:
-        """Give the whole its memory (contents undefined)."""
+    def allocate(self, pool: BufferPool, owner: Any = None) -> None:
+        """Give the whole memory of ``pool`` that ``owner`` may use (contents undefined)."""
         if not self.is_allocated:
-            self._storage.resize_(self.nbytes)
+            pool.fill(self.whole, self.nbytes, owner)
             self._set_versions(0)
             self.is_allocated = True
 
-    def free(self) -> None:
+    def free(self, pool: BufferPool | None = None, owner: Any = None) -> None:
         """Take the memory of the whole; backward through it is an error from here on."""
         if self.is_allocated:
             # Autograd compares versions before it hands out a saved tensor: a use of memory that
@@ -109,8 +113,18 @@ class FlatBuffer:
             for slot in self.slots:
                 slot.versions = [tensor._version for tensor in slot.hidden]
             self._set_versions(1)
-            self._storage.resize_(0)
+            if pool is None:
+                self._storage.resize_(0)
+            else:
+                pool.empty(self.whole, owner)
             self.is_allocated = False
+
+    def outdate(self) -> None:
+        """The weights changed: backward through what was computed before is an error."""
+        for slot in self.slots:
+            now = [t._version for t in slot.hidden] if self.is_allocated else slot.versions
+            slot.versions = [version + 1 for version in now]
+        self._set_versions(0 if self.is_allocated else 1)
 
     def _set_versions(self, ahead: int) -> None:
         tensors = tuple(tensor for slot in self.slots for tensor in slot.hidden)
@@ -159,8 +173,17 @@ class FlatBuffer:
             self.group.rank,
             self.group.mesh_dim,
             group_name=self.group.name,
-            within=spec_from_dtensor(dense) if isinstance(dense, DTensor) else spec_of(dense),
+            within=self._within(dense),
         )
+
+    def _within(self, dense: Tensor) -> ShardSpec | None:
+        """What the parameter is to tensor parallelism: a part, or one of several copies."""
+        if isinstance(dense, DTensor):
+            return spec_from_dtensor(dense)
+        if (spec := spec_of(dense)) is not None or self._copies is None:
+            return spec
+        tp = self._copies
+        return copied_spec(dense.shape, tp.size, tp.rank, tp.mesh_dim, tp.name)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ shard.grad         [S], in the master dtype: set, or added to what is there
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -39,14 +39,17 @@ class GradientBuffer:
         """Bytes of the whole gradients."""
         return self.buffer.layout.numel * self.dtype.itemsize
 
-    def add(self, index: int, gradient: Tensor) -> None:
-        """Put the gradient of parameter ``index`` in its place, or add it to what is there."""
+    def open(self, empty: Callable[[int, torch.dtype], Tensor]) -> Tensor:
+        """The whole gradients; if there are none, made by ``empty`` or kept from before."""
         if self.whole is None:
             self.whole, self._kept = self._kept, None
             if self.whole is None:
-                self.whole = torch.empty(
-                    self.buffer.layout.numel, dtype=self.dtype, device=self.buffer.whole.device
-                )
+                self.whole = empty(self.buffer.layout.numel, self.dtype)
+        return self.whole
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Put the gradient of parameter ``index`` in its place, or add it to what is there."""
+        assert self.whole is not None
         shape, offset = self.buffer.layout.shapes[index], self.buffer.layout.offsets[index]
         place = self.whole[offset : offset + self.buffer.layout.numel_of(index)].view(shape)
         with torch.no_grad():
@@ -69,14 +72,18 @@ class GradientBuffer:
         self.whole, self.filled = None, set()
         return whole, filled
 
-    def give_back(self, whole: Tensor) -> None:
-        """The reduction of ``whole`` is complete."""
-        if self._keep and self.whole is None:
+    def give_back(self, whole: Tensor) -> bool:
+        """The reduction of ``whole`` is complete; whether its memory is kept."""
+        keeps = self._keep and self.whole is None
+        if keeps:
             self._kept = whole
+        return keeps
 
-    def drop(self) -> None:
-        """Forget what was collected."""
+    def drop(self) -> list[Tensor]:
+        """Forget what was collected; the memory that was held."""
+        held = [each for each in (self.whole, self._kept) if each is not None]
         self.whole, self._kept, self.filled = None, None, set()
+        return held
 
     def install(self, parts: Tensor, filled: Iterable[int], world: int) -> None:
         """Sum ``parts`` [R, S] over R, divide by ``world``, and give each shard its gradient."""

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +49,7 @@ class Events(Protocol):
 
     precision: Precision
 
+    def recover(self) -> None: ...
     def begin_forward(self, module: nn.Module) -> None: ...
     def end_forward(self, output: Any) -> None: ...
     def use(self, unit: Unit, record: bool) -> None: ...
@@ -61,6 +64,8 @@ class Events(Protocol):
 class _Frame:
     module: nn.Module
     outside: BaseException | None  # being handled when the forward began
+    runs: FrameType  # the call itself, and its thread
+    thread: int
     scoped: bool = False
     used: bool = False
     call: Call | None = None
@@ -92,17 +97,29 @@ class ModuleHooks:
         """Whether a forward of the model runs."""
         return self._depth > 0
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether a forward was left without a hook being told, as by a KeyboardInterrupt."""
+        if not self._frames or self._frames[0].thread != threading.get_ident():
+            return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self._frames[0].runs:
+            frame = frame.f_back
+        return frame is None
+
     def forget(self) -> None:
         """After an error: no forward runs."""
         self._frames, self._depth = [], 0
 
     def _entering(self, unit: Unit | None) -> Any:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            frame = _Frame(module, sys.exc_info()[1])
+            if self._frames:
+                self._events.recover()
+            running = sys._getframe(1)
+            frame = _Frame(module, sys.exc_info()[1], running, threading.get_ident())
             recomputing = in_backward()
             if not recomputing:
                 if self._depth == 0:
-                    self._frames = []  # what a BaseException left
                     self._events.begin_forward(module)
                 self._depth += 1
                 frame.scoped = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 
 from tpkernels.clip_grad import clip_grad_norm_
 from tpkernels.errors import ConfigError
-from tpkernels.reference.prefetch_scheduler import UNLIMITED, ActionKind
-from tpkernels.zero.byte_sizes import parse_bytes
+from tpkernels.reference.prefetch_scheduler import ActionKind
+from tpkernels.zero.byte_sizes import UNLIMITED, parse_bytes
 from tpkernels.zero.engine import Engine
 from tpkernels.zero.optimizer import make_optimizer
 from tpkernels.zero.state_dict import attach_state_dict_hooks
@@ -44,7 +43,6 @@ class ZeroManager:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._unsharded: Counter[int] = Counter()
         attach_state_dict_hooks(engine)
 
     @property
@@ -54,6 +52,7 @@ class ZeroManager:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's shard of every parameter, a tied one once, in the order of the model."""
+        self._engine.recover()
         return self.module.parameters()
 
     # --- gathering by hand ---
@@ -75,13 +74,14 @@ class ZeroManager:
                     later.append(unit)
                 else:
                     engine.perform([(kind, index)])
-            self._unsharded[unit.index] += 1
+            engine.by_hand[unit.index] += 1
 
         def finish() -> None:
             for unit in later:
                 unit.wait()
             for unit in units:
                 unit.show_whole()
+            engine.settle()
 
         handle = UnshardHandle(finish)
         if async_op:
@@ -92,8 +92,8 @@ class ZeroManager:
     def reshard(self, module: nn.Module | None = None) -> None:
         """Undo :meth:`unshard`; units that were not unsharded by hand are left alone."""
         for unit in self._units_of(module):
-            if self._unsharded[unit.index]:
-                self._unsharded[unit.index] -= 1
+            if self._engine.by_hand[unit.index]:
+                self._engine.by_hand[unit.index] -= 1
                 self._engine.release(unit)
 
     @contextlib.contextmanager
@@ -170,6 +170,8 @@ class ZeroManager:
     ) -> torch.optim.Optimizer:
         """``cls`` over this rank's shards: ``manager.optimizer(torch.optim.AdamW, lr=3e-4)``.
 
+        Where the config says ``gradient_clipping``, its ``step`` clips first.
+
         Args:
             param_groups: groups of ``module.parameters()``; None: one group of all.
             element_wise: the caller knows that ``cls``, which we do not know, is.
@@ -180,8 +182,19 @@ class ZeroManager:
         made = make_optimizer(
             cls, list(self.parameters()), param_groups, settings, element_wise=element_wise
         )
-        made.register_step_post_hook(lambda *_: self._engine.notice_edits())
+        if self._engine.config.gradient_clipping is not None:
+            made.register_step_pre_hook(self._clip_before_step)
+        stepped = {id(each) for group in made.param_groups for each in group["params"]}
+        units = [
+            unit.index
+            for unit in self._engine.units
+            if any(id(slot.shard) in stepped for _, _, slot in unit.slots())
+        ]
+        made.register_step_post_hook(lambda *_: self._engine.notice_edits(units))
         return made
+
+    def _clip_before_step(self, *_: Any) -> None:
+        self.clip_grad_norm_()
 
     # --- passes ---
 
@@ -209,7 +222,6 @@ class ZeroManager:
     def reset(self) -> None:
         """Shard every unit, whatever was going on; for after an error that was caught."""
         self._engine.reset()
-        self._unsharded.clear()
 
     # --- what happened ---
 

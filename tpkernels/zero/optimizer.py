@@ -46,6 +46,8 @@ def make_optimizer(
     if not element_wise:
         _refuse_others(cls)
     groups = shards if param_groups is None else _checked(param_groups, shards)
+    if "foreach" in inspect.signature(cls).parameters and not {"foreach", "fused"} & set(settings):
+        settings = {**settings, "foreach": True}  # torch's default is so only for plain tensors
     return cls(groups, **settings)
 
 

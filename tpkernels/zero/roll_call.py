@@ -3,11 +3,16 @@
 Two blocks of one size look alike to a collective: should one rank skip a block that another runs,
 their weights would be mixed and nothing would say so. So each gather and each reduction is
 accompanied by 32 bytes that say what it is, compared when it is waited for.
+
+Where sizes differ, a collective that is sent regardless kills the process (Gloo). So one that did
+not always follow the ones before it is compared first, and sent then. What a rank expects depends
+on collectives that all ranks agreed on, so where ranks part, at least one of them sends nothing.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import torch
@@ -20,6 +25,16 @@ from tpkernels.errors import AgreementError
 
 _KINDS = ("gathers", "reduces the gradients of")
 GATHER, REDUCE = range(2)
+_CONTEXT = 8  # collectives whose sequence says what comes next
+_CONTEXTS = 20_000  # remembered at most; then all are learned anew
+
+_What = tuple[int, int, int]  # kind, unit, digest of the details
+
+
+class _Call:
+    def __init__(self, pending: Pending) -> None:
+        self.pending = pending
+        self.is_compared = False
 
 
 class RollCall:
@@ -37,26 +52,62 @@ class RollCall:
         )
         # On CUDA alone the host would have to wait for the device to compare.
         self._can = "cpu" in types
+        self._started: deque[_Call] = deque()  # and not yet compared, in order
+        self._recent: tuple[_What, ...] = ()
+        self._followers: dict[tuple[_What, ...], _What | None] = {}  # None: several
+        self._broken: str | None = None
 
-    def start(self, kind: int, unit: int, detail: Iterable[int] = ()) -> Pending | None:
-        """Say what comes next; ``detail`` must be equal too (which gradients there are)."""
+    def start(self, kind: int, unit: int, detail: Iterable[int] = ()) -> _Call | None:
+        """Say what comes next; ``detail`` must be equal too (which gradients there are).
+
+        Raises:
+            AgreementError: the ranks differ; this one must not send.
+        """
         if not self._can or envs.check() == "off":
             return None
+        if self._broken is not None:
+            raise AgreementError(self._broken)
         digest = zlib.crc32(repr(tuple(detail)).encode())
-        row = torch.tensor([kind, unit, digest, 0], dtype=torch.int64)
-        return all_gather_bytes_async(row, self._group.name)
+        expected = self._expects((kind, unit, digest))
+        row = torch.tensor([kind, unit, digest, int(expected)], dtype=torch.int64)
+        call = _Call(all_gather_bytes_async(row, self._group.name))
+        self._started.append(call)
+        if not expected:
+            self.finish(call)
+        return call
 
-    def finish(self, pending: Pending | None) -> None:
-        """Compare.
+    def finish(self, call: _Call | None) -> None:
+        """Compare it, after all that started before it.
 
         Raises:
             AgreementError: on every rank, naming what each does.
         """
-        if pending is None:
-            return
-        rows: Tensor = pending.wait()
+        while call is not None and not call.is_compared:
+            if self._broken is not None:
+                raise AgreementError(self._broken)
+            first = self._started.popleft()
+            first.is_compared = True
+            rows = first.pending.wait()
+            try:
+                self._compare(rows)
+            except AgreementError as error:
+                if bool(rows[:, 3].any()):  # some rank has sent what others will not receive
+                    self._broken = str(error)
+                raise
+
+    def _expects(self, what: _What) -> bool:
+        """Whether ``what`` has always followed the last few collectives; learns it."""
+        known = self._followers.get(self._recent, what)
+        expected = self._recent in self._followers and known == what
+        if len(self._followers) >= _CONTEXTS:
+            self._followers.clear()
+        self._followers[self._recent] = what if known == what else None
+        self._recent = (*self._recent, what)[-_CONTEXT:]
+        return expected and envs.check() != "always"
+
+    def _compare(self, rows: Tensor) -> None:
         mine = rows[self._group.rank]
-        if bool((rows == mine).all()):
+        if bool((rows[:, :3] == mine[:3]).all()):
             return
         said = [
             f"rank {self._group.ranks[rank]} {_KINDS[int(row[0])]} {self._names[int(row[1])]!r}"

@@ -20,19 +20,47 @@ from tpkernels.comm.collectives import (
     all_to_all_async,
 )
 from tpkernels.comm.group import Group
+from tpkernels.zero.buffer_pool import BufferPool
 from tpkernels.zero.flat_buffer import FlatBuffer
 
 Wait = Callable[[], Tensor]
+_CPU = torch.device("cpu")
 
 
 class Transfers(Protocol):
-    """Starts a collective of one flat buffer; the result is a function that waits for it."""
+    """Starts a collective of one flat buffer; the result is a function that waits for it.
+
+    Gives and takes the memory of wholes and gradients: what that has to wait for is known here.
+    """
+
+    pool: BufferPool
+
+    def allocate(self, buffer: FlatBuffer) -> None:
+        """Give ``buffer.whole`` its memory, unless it has it."""
 
     def gather(self, buffer: FlatBuffer) -> Wait:
         """Fill ``buffer.whole``, which is allocated, from every rank's shard."""
 
+    def use(self, buffer: FlatBuffer) -> None:
+        """Compute, which may have changed streams, reads ``buffer.whole`` from here on."""
+
+    def free(self, buffer: FlatBuffer) -> None:
+        """Take its memory: compute has read it, or will have in the order of its stream."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for whole gradients; ends with :meth:`finish`."""
+
+    def write(self, tensor: Tensor) -> None:
+        """Compute, which may have changed streams, writes to ``tensor`` of :meth:`empty`."""
+
     def reduce(self, whole: Tensor) -> Wait:
         """Every rank's copy of this rank's part of ``whole`` [R * S]: [R, S], or its sum [1, S]."""
+
+    def finish(self, whole: Tensor, *, keep: bool = False) -> None:
+        """Free what :meth:`reduce` of ``whole`` gave, and, unless ``keep``, ``whole`` itself."""
+
+    def settle(self) -> None:
+        """The host may change shards from here on: no gather reads them any more."""
 
 
 class HostTransfers:
@@ -41,10 +69,20 @@ class HostTransfers:
     Args:
         group: the ranks that share the parameters.
         replicas: further ranks that hold the same shards, or None.
+        reduce_group: of the ranks of ``group``, with a communicator of its own, or None.
     """
 
-    def __init__(self, group: Group, replicas: Group | None) -> None:
+    def __init__(
+        self, group: Group, replicas: Group | None, *, reduce_group: Group | None = None
+    ) -> None:
         self._group, self._replicas = group, replicas
+        self._reduce_group = reduce_group or group
+        self._received: dict[int, Tensor] = {}  # by id of the gradients that were sent
+        self.pool = BufferPool.of(_CPU)
+
+    def allocate(self, buffer: FlatBuffer) -> None:
+        """From the pool."""
+        buffer.allocate(self.pool)
 
     def gather(self, buffer: FlatBuffer) -> Wait:
         """Cast the shard into its place, then all-gather in place."""
@@ -52,13 +90,38 @@ class HostTransfers:
             buffer.own.copy_(buffer.master)
         return all_gather_in_place_async(buffer.whole.data, self._group.name).wait
 
+    def use(self, buffer: FlatBuffer) -> None:
+        """Nothing: there is one order."""
+
+    def free(self, buffer: FlatBuffer) -> None:
+        """To the pool."""
+        buffer.free(self.pool)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """From the pool."""
+        return self.pool.new(numel, dtype, _CPU)
+
+    def write(self, tensor: Tensor) -> None:
+        """Nothing: there is one order."""
+
     def reduce(self, whole: Tensor) -> Wait:
         """All-to-all: Gloo's reduce-scatter would send twice the bytes."""
-        if self._group.size == 1:
+        size = self._reduce_group.size
+        if size == 1:
             return lambda: self._over_replicas(whole.view(1, -1))
-        received = torch.empty_like(whole)
-        pending: Pending = all_to_all_async(received, whole, self._group.name)
-        return lambda: self._over_replicas(pending.wait().view(self._group.size, -1))
+        received = self._received[id(whole)] = self.empty(whole.numel(), whole.dtype)
+        pending: Pending = all_to_all_async(received, whole, self._reduce_group.name)
+        return lambda: self._over_replicas(pending.wait().view(size, -1))
+
+    def finish(self, whole: Tensor, *, keep: bool = False) -> None:
+        """To the pool."""
+        received = self._received.pop(id(whole), None)
+        for tensor in (received, None if keep else whole):
+            if tensor is not None:
+                self.pool.give(tensor)
+
+    def settle(self) -> None:
+        """Nothing: a gather has read its shard when it returns."""
 
     def _over_replicas(self, parts: Tensor) -> Tensor:
         if self._replicas is None or self._replicas.size == 1:

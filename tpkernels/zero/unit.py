@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from tpkernels.errors import ConfigError
+from tpkernels.errors import AgreementError, ConfigError
 from tpkernels.reference.prefetch_scheduler import UnitBytes
 from tpkernels.zero.flat_buffer import FlatBuffer, Slot
 from tpkernels.zero.gradients import GradientBuffer
@@ -84,7 +84,7 @@ class Unit:
         """Start the all-gather of every buffer."""
         call = roll.start(GATHER, self.index)
         for buffer in self.buffers:
-            buffer.allocate()
+            self._transfers.allocate(buffer)
         self._gathering = [self._transfers.gather(buffer) for buffer in self.buffers]
         if call is not None:
             self._gathering.insert(0, lambda: roll.finish(call))  # type: ignore[arg-type, return-value]
@@ -103,7 +103,12 @@ class Unit:
     def free(self) -> None:
         """Take the memory of the whole parameters."""
         for buffer in self.buffers:
-            buffer.free()
+            self._transfers.free(buffer)
+
+    def enter(self) -> None:
+        """It was waited for, perhaps on another stream: compute reads it on this one now."""
+        for buffer in self.buffers:
+            self._transfers.use(buffer)
 
     @property
     def is_allocated(self) -> bool:
@@ -112,6 +117,7 @@ class Unit:
 
     def show_whole(self) -> None:
         """The modules' parameters are the whole ones; counted."""
+        self.enter()
         self.shown += 1
         if self.shown > 1:
             return
@@ -154,35 +160,43 @@ class Unit:
         """Whether any gradient was collected and not yet reduced."""
         return any(each.whole is not None for each in self.gradients)
 
+    def collect(self, which: int, index: int, gradient: Tensor) -> None:
+        """Add the gradient of parameter ``index`` of gradient buffer ``which``."""
+        collected = self.gradients[which]
+        self._transfers.write(collected.open(self._transfers.empty))
+        collected.add(index, gradient)
+
     def is_complete(self) -> bool:
         """Whether every gradient that this backward can bring has arrived."""
         if self.expected is not None:
-            return self.expected <= self.arrived
+            return bool(self.expected) and self.expected <= self.arrived
         return all((which, index) in self.arrived for which, index, _ in self.trained())
+
+    def lacking(self) -> list[tuple[int, int, Slot]]:
+        """Of :meth:`trained`, those that collected no gradient."""
+        return [each for each in self.trained() if each[1] not in self.gradients[each[0]].filled]
 
     def missing(self) -> list[str]:
         """Names of the parameters that collected no gradient."""
-        return [
-            slot.name
-            for which, index, slot in self.trained()
-            if index not in self.gradients[which].filled
-        ]
+        return [slot.name for _, _, slot in self.lacking()]
 
     def reduce(self, roll: RollCall) -> None:
         """Start the reduction of all that was collected."""
         filled = [(which, i) for which, g in enumerate(self.gradients) for i in sorted(g.filled)]
         call = roll.start(REDUCE, self.index, (part for pair in filled for part in pair))
+        first = len(self._reducing)
         for gradient in self.gradients:
             if gradient.whole is None:
                 continue
+            self._transfers.write(gradient.whole)  # zeros where nothing came
             whole, these = gradient.take()
             self.reduce_bytes_sent += (
                 whole.nbytes // gradient.buffer.group.size * (gradient.buffer.group.size - 1)
             )
             self._reducing.append((gradient, whole, these, self._transfers.reduce(whole)))
         if call is not None:
-            gradient, whole, these, wait = self._reducing[-1]
-            self._reducing[-1] = (gradient, whole, these, _after(lambda: roll.finish(call), wait))
+            gradient, whole, these, wait = self._reducing[first]
+            self._reducing[first] = (gradient, whole, these, _after(lambda: roll.finish(call), wait))
 
     def wait_reduce(self, world: int) -> None:
         """Wait for it, and hand each shard its gradient."""
@@ -191,20 +205,26 @@ class Unit:
             begin = time.perf_counter()
             parts = wait()
             self.stall_seconds += time.perf_counter() - begin
-            gradient.give_back(whole)
             gradient.install(parts, filled, world)
+            self._transfers.finish(whole, keep=gradient.give_back(whole))
 
     def drain(self) -> None:
         """After an error: let what is in flight end, and forget it."""
-        waits = [*self._gathering, *(wait for _, _, _, wait in self._reducing)]
+        waits: list[tuple[Wait, Tensor | None]] = [(wait, None) for wait in self._gathering]
+        waits += [(wait, whole) for _, whole, _, wait in self._reducing]
         self._gathering, self._reducing = [], []
-        for wait in waits:
+        for wait, whole in waits:
             try:
                 wait()
+            except AgreementError:
+                break  # the others do not send what follows
             except RuntimeError:
-                continue  # the error that led here is the one to report
+                continue  # the error that led here is the one to report; no memory is used again
+            if whole is not None:
+                self._transfers.finish(whole)
         for gradient in self.gradients:
-            gradient.drop()
+            for whole in gradient.drop():
+                self._transfers.finish(whole)
         self.arrived.clear()
 
 

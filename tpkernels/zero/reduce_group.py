@@ -1,0 +1,38 @@
+"""A second process group of the same ranks, so that gathers and reductions do not share a queue."""
+
+from __future__ import annotations
+
+import datetime
+
+import torch.distributed as dist
+
+from tpkernels import envs
+from tpkernels.comm.group import Group
+from tpkernels.errors import ConfigError
+
+
+def separate_reduce_group(group: Group) -> Group:
+    """A group of the ranks of ``group`` with a communicator of its own; ``group`` if it is of one.
+
+    Collective over ``group``; where the default process group is NCCL bound to a device
+    (``init_process_group(device_id=...)``, as ``init_mesh`` makes it), over all ranks, each of
+    which calls it for its own group: communicators are split off the default one.
+
+    Raises:
+        ConfigError: the ranks of ``group`` do not ascend, as those of a new group do.
+    """
+    if group.process_group is None:
+        return group
+    ranks = group.ranks
+    if ranks != sorted(ranks):
+        raise ConfigError(
+            f"separate_reduce_group=True, but the ranks of {group!r} are not in ascending order, "
+            "as those of a second group would be. Fix: separate_reduce_group=False"
+        )
+    made = dist.new_group(
+        ranks,
+        timeout=datetime.timedelta(seconds=envs.timeout()),
+        use_local_synchronization=True,
+        group_desc="zero_reduce",
+    )
+    return Group(made, None, group.mesh_dim)
