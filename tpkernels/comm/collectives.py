@@ -153,23 +153,11 @@ def all_gather_bytes(row: Tensor, group_name: str) -> Tensor:
     return out.view(group.size(), *row.shape)
 
 
-def all_gather_in_place_async(whole: Tensor, group_name: str) -> Pending:
-    """Start to fill ``whole`` [R * S]: rank r has written its own part, elements r * S on.
-
-    Sent as bytes, so that any dtype travels on any backend.
-    """
-    group = group_by_name(group_name)
-    if group is None or whole.numel() == 0:
-        return Pending(None, whole, "all_gather", group_name)
-    raw, own = _whole_and_own(whole, group)
-    work = _guarded(
-        _all_gather_single, "all_gather", group_name, raw, own, group=group, async_op=True
-    )
-    return Pending(work, whole, "all_gather", group_name)
-
-
 def all_gather_in_place(whole: Tensor, group_name: str) -> Tensor:
-    """:func:`all_gather_in_place_async`, complete; on CUDA enqueued on the current stream."""
+    """Fill ``whole`` [R * S], of which rank r has written its part, elements r * S on.
+
+    Sent as bytes, so that any dtype travels on any backend. On CUDA enqueued on the current stream.
+    """
     group = group_by_name(group_name)
     if group is not None and whole.numel():
         raw, own = _whole_and_own(whole, group)
@@ -184,44 +172,11 @@ def _whole_and_own(whole: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Ten
     return raw, raw[group.rank() * size : (group.rank() + 1) * size]
 
 
-def all_to_all_async(received: Tensor, sent: Tensor, group_name: str) -> Pending:
-    """Start to send part q of ``sent`` [R * S] to rank q; part r of ``received`` is rank r's."""
-    group = group_by_name(group_name)
-    if group is None or sent.numel() == 0:
-        received.copy_(sent)
-        return Pending(None, received, "all_to_all", group_name)
-    work = _guarded(
-        dist.all_to_all_single,
-        "all_to_all",
-        group_name,
-        received.view(torch.uint8),
-        sent.view(torch.uint8),
-        group=group,
-        async_op=True,
-    )
-    return Pending(work, received, "all_to_all", group_name)
-
-
-def reduce_scatter_async(kept: Tensor, whole: Tensor, group_name: str) -> Pending:
-    """Start a sum over the group of ``whole`` [R * S], of which rank r gets part r in ``kept``."""
-    group = group_by_name(group_name)
-    if group is None or whole.numel() == 0:
-        kept.copy_(whole)
-        return Pending(None, kept, "reduce_scatter", group_name)
-    work = _guarded(
-        _reduce_scatter_single,
-        "reduce_scatter",
-        group_name,
-        kept,
-        whole,
-        group=group,
-        async_op=True,
-    )
-    return Pending(work, kept, "reduce_scatter", group_name)
-
-
 def reduce_scatter_into(kept: Tensor, whole: Tensor, group_name: str) -> Tensor:
-    """:func:`reduce_scatter_async`, complete; on CUDA enqueued on the current stream."""
+    """The sum over the group of ``whole`` [R * S], of which rank r gets part r in ``kept``.
+
+    On CUDA enqueued on the current stream.
+    """
     group = group_by_name(group_name)
     if group is None or whole.numel() == 0:
         return kept.copy_(whole)
@@ -235,15 +190,3 @@ def all_reduce_in_place(tensor: Tensor, group_name: str) -> Tensor:
     if group is not None and tensor.numel():
         _guarded(dist.all_reduce, "all_reduce", group_name, tensor, group=group)
     return tensor
-
-
-def all_gather_bytes_async(row: Tensor, group_name: str) -> Pending:
-    """Start :func:`all_gather_bytes`; the result is [R, ...]."""
-    group = group_by_name(group_name)
-    if group is None:
-        return Pending(None, row[None], "all_gather", group_name)
-    out = row.new_empty((group.size(), *row.shape))
-    work = _guarded(
-        _all_gather_single, "all_gather", group_name, out.view(-1), row, group=group, async_op=True
-    )
-    return Pending(work, out, "all_gather", group_name)

@@ -45,6 +45,9 @@ _METHODS = {
     "gather": "gather",
     "scatter": "scatter",
     "barrier": "barrier",
+    "send": "send",
+    "recv": "receive",
+    "recv_anysource": "receive",
 }
 # Gloo counts these twice in its sequence number: it does them by another of its collectives.
 _TWO_STEPS_IN_GLOO = {"reduce_scatter"}
@@ -69,9 +72,9 @@ _FUNCTIONAL = {
 class CollectiveCount:
     """Number of calls of one kind, and the bytes of their whole tensors together.
 
-    A call's bytes are those of the tensor it reduces, broadcasts or exchanges; of the gathered
-    tensor for `all_gather`; of the unscattered one for `reduce_scatter`. An all-reduce and the
-    reduce-scatter plus all-gather that replace it thus count the same tensor once and twice.
+    A call's bytes are those of the tensor it reduces, broadcasts, exchanges, sends or receives; of
+    the gathered tensor for `all_gather`; of the unscattered one for `reduce_scatter`. An all-reduce
+    and the reduce-scatter plus all-gather that replace it thus count one tensor once and twice.
     """
 
     calls: int = 0
@@ -90,7 +93,7 @@ class CollectiveCall:
 
 class CollectiveCounts(Mapping[str, CollectiveCount]):
     """Counts by kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce,
-    gather, scatter, barrier. A kind that was not called counts zero.
+    gather, scatter, barrier, send, receive. A kind that was not called counts zero.
 
     Attributes:
         calls: every call, in order.

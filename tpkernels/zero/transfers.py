@@ -13,12 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tpkernels.comm.collectives import (
-    Pending,
-    all_gather_in_place_async,
-    all_reduce,
-    all_to_all_async,
-)
+from tpkernels.comm.collectives import Pending, all_reduce
+from tpkernels.comm.exchange import all_gather_in_place_async, all_to_all_async
 from tpkernels.comm.group import Group
 from tpkernels.zero.buffer_pool import BufferPool
 from tpkernels.zero.flat_buffer import FlatBuffer
