@@ -27,9 +27,10 @@ PACKAGE = "tpkernels"
 FLOORS = {
     **dict.fromkeys(("benchmarks", "cli", "__main__", "demo", "doctor", "launch"), 7),
     **dict.fromkeys(("testing", "train"), 7),
-    **dict.fromkeys(("huggingface", "parallelize", "plan", "planner"), 6),
+    **dict.fromkeys(("parallelize", "plan", "planner"), 6),
     **dict.fromkeys(("recognise", "replace", "report", "trace"), 6),
-    **dict.fromkeys(("checkpoint", "clip_grad", "modules", "zero"), 5),
+    **dict.fromkeys(("checkpoint", "clip_grad", "huggingface"), 5),
+    **dict.fromkeys(("modules", "optimizer_checkpoint", "zero"), 5),
     "overlap": 4,
     "comm": 3,
     "ops": 2,

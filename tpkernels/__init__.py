@@ -33,6 +33,12 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ imports them
     from tpkernels.modules import TPMultiheadAttention as TPMultiheadAttention
     from tpkernels.modules import VocabParallelEmbedding as VocabParallelEmbedding
     from tpkernels.modules import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from tpkernels.optimizer_checkpoint import (
+        full_optimizer_state_dict as full_optimizer_state_dict,
+    )
+    from tpkernels.optimizer_checkpoint import (
+        load_full_optimizer_state_dict as load_full_optimizer_state_dict,
+    )
     from tpkernels.parallelize import parallelize as parallelize
     from tpkernels.parallelize import unparallelize as unparallelize
     from tpkernels.report import ParallelReport as ParallelReport
@@ -55,8 +61,10 @@ _EXPORTS = {
     "ZeroManager": "tpkernels.zero",
     "check_agreement": "tpkernels.comm.agreement",
     "clip_grad_norm_": "tpkernels.clip_grad",
+    "full_optimizer_state_dict": "tpkernels.optimizer_checkpoint",
     "full_state_dict": "tpkernels.checkpoint",
     "init_mesh": "tpkernels.comm.mesh",
+    "load_full_optimizer_state_dict": "tpkernels.optimizer_checkpoint",
     "load_full_state_dict": "tpkernels.checkpoint",
     "parallelize": "tpkernels.parallelize",
     "spec_of": "tpkernels.shard_spec",

@@ -115,7 +115,7 @@ def load_full_state_dict(
         )
     wanted = [key for key in own if key in state_dict and isinstance(own[key], Tensor)]
     for key in wanted:
-        expected, given = _global_shape(own[key]), state_dict[key]
+        expected, given = global_shape(own[key]), state_dict[key]
         if not isinstance(given, Tensor) or tuple(given.shape) != expected:
             shown = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
             raise ConfigError(f"load_full_state_dict: {key} must be {expected}, got {shown}")
@@ -125,7 +125,8 @@ def load_full_state_dict(
     return missing, unexpected
 
 
-def _global_shape(value: Tensor) -> tuple[int, ...]:
+def global_shape(value: Tensor) -> tuple[int, ...]:
+    """Shape of the whole that ``value`` is a part of; its own if it is none."""
     if isinstance(value, ChunkedTensor):
         return value.spec.whole_shape
     return tuple(value.shape)

@@ -249,8 +249,9 @@ class ChunkedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardedSaveError(
             f"this tensor is {self._described('shape')}; saving it would lose the other ranks' "
-            "parts. Fix: torch.save(tpkernels.full_state_dict(model), path), or save every rank's "
-            "part with torch.distributed.checkpoint.save(model.state_dict(), ...)"
+            "parts. Fix: torch.save(tpkernels.full_state_dict(model), path), of an optimizer "
+            "tpkernels.full_optimizer_state_dict(model, optimizer), or save every rank's part with "
+            "torch.distributed.checkpoint.save(model.state_dict(), ...)"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -11,7 +11,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from tpkernels.checkpoint import full_state_dict, group_of, is_first_rank, sharing_meshes
+from tpkernels.checkpoint import (
+    data_group_of,
+    full_state_dict,
+    group_of,
+    is_first_rank,
+    sharing_meshes,
+)
 
 
 def wrap_save_pretrained(model: nn.Module) -> None:
@@ -26,7 +32,7 @@ def wrap_save_pretrained(model: nn.Module) -> None:
 
 
 def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    group, result = group_of(module), None
+    group, result = group_of(module) or data_group_of(module), None
     if kwargs.get("state_dict") is None:
         kwargs["state_dict"] = full_state_dict(module, cpu=True, rank0_only=True)
     if is_first_rank(group):

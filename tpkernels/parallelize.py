@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpkernels import envs
-from tpkernels.checkpoint import _GROUP, group_of
+from tpkernels.checkpoint import _GROUP, data_group_of, group_of
 from tpkernels.chunked_tensor import ChunkedTensor
 from tpkernels.comm.agreement import InputCheck, check_agreement
 from tpkernels.comm.group import Group, GroupLike, resolve_group
@@ -146,7 +146,7 @@ def _check_arguments(model: nn.Module, plan: Any, sequence_parallel: bool, stric
         if isinstance(parameter, (DTensor, ChunkedTensor)):
             raise ConfigError(
                 f"{name} is already sharded ({type(parameter).__name__}). Fix: parallelize first, "
-                "then fully_shard"
+                "then tpkernels.zero or fully_shard"
             )
 
 
@@ -282,11 +282,16 @@ def unparallelize(model: nn.Module) -> None:
     is not split.
 
     Raises:
-        ConfigError: not a model; it was wrapped (``fully_shard``) after it was split, or holds
-            modules that were built parallel.
+        ConfigError: not a model; it was sharded (``zero``, ``fully_shard``) after it was split, or
+            holds modules that were built parallel.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be an nn.Module, got {type(model).__name__}")
+    if data_group_of(model) is not None:
+        raise ConfigError(
+            "the model is under zero(), which cannot be undone. Fix: take "
+            "tpkernels.full_state_dict(model) and load it into a fresh model"
+        )
     group = group_of(model)
     if group is None:
         return

@@ -86,6 +86,12 @@ def steps(settings: Settings, space: Workspace, facts: dict[str, str]) -> list[S
             env={"GPU_TESTS_EXAMPLES": "4"} if quick else {},
         ),
         *_measured(settings, (python, "-m", "tpkernels", "bench"), results),
+        Step(
+            "zero",
+            (python, str(HERE / "zero_check.py"), "cpu" if settings.dry_run else "cuda"),
+            60 if settings.dry_run else 40,
+            10,
+        ),
         _cuda_check(settings, space, facts),
         *(
             Step(

@@ -60,7 +60,7 @@ def _with_figure(result: Result, out: Path) -> Result:
     """The result with the figure that its output or its files give, where it has no error line."""
     lines = [line.strip() for line in result.output.splitlines() if line.strip()]
     figure = ""
-    if result.name in ("build", "memcheck", "racecheck", "cuda-check"):
+    if result.name in ("build", "memcheck", "racecheck", "cuda-check", "zero"):
         figure = lines[-1][:160] if lines else "up to date" if result.name == "build" else ""
     elif result.name == "machine":
         found = [li for li in lines if li.startswith(("gpu 0:", "torch:"))]

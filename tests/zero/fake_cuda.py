@@ -89,7 +89,7 @@ class FakeCuda(TorchDispatchMode):
 
     # --- torch.cuda ---
 
-    def Stream(self, device=None, priority=0):  # noqa: N802
+    def Stream(self, device=None, priority=0):
         stream = Timeline(self, f"stream {len(self.side)}")
         self.side.append(stream)
         return stream

@@ -89,6 +89,18 @@ def test_a_known_branch_misses_only_where_it_parts():
         assert wasted <= 2  # the budget's worth of the other branch
 
 
+def test_the_longest_context_tells_where_an_unexpected_use_stands():
+    """After 0 and 1: what followed them where they came in this order, not what followed a 1."""
+    driver = Driver(equal_units(6), prefetch_bytes=10)
+    for order in ([4, 0, 1, 5], [0, 3, 1, 2]):
+        driver.forward(order, "eval", trains=False)
+    driver.begin_forward("eval", False)
+    driver.use(0)
+    assert driver.actions == [(GATHER, 3), (WAIT, 0)]
+    driver.use(1)
+    assert driver.actions == [(GATHER, 1), (WAIT, 3), (FREE, 3), (GATHER, 5), (WAIT, 1)]
+
+
 def test_branches_that_alternate_do_not_miss():
     """Z-3."""
     driver = Driver(equal_units(6), prefetch_bytes=20)
@@ -164,7 +176,7 @@ def test_a_live_bound_keeps_the_nearest_ahead():
     assert spent(driver, lambda: driver.step(list(range(8))))[2:] == (0, 0)
 
 
-@pytest.mark.parametrize(("max_live_bytes", "misses"), [(60, 3), (90, 0)])
+@pytest.mark.parametrize(("max_live_bytes", "misses"), [(40, 5), (60, 3), (90, 0)])
 def test_gradients_delay_what_is_gathered_ahead_but_never_drop_it(max_live_bytes, misses):
     """90: one unit in use and the next, the gradients of both, two reduces, the third's input."""
     units = equal_units(8, gradients=10, reduce_input=10)
@@ -224,6 +236,15 @@ def test_changed_weights_are_gathered_anew(resident):
     assert driver.actions == [*ahead, (GATHER, 1), (WAIT, 1)]
     driver.use(0)  # inside the first use of it: the copy is written again where it is
     assert driver.actions == [(GATHER, 0), (WAIT, 0)]
+
+
+def test_a_copy_that_went_stale_in_use_is_freed_when_released():
+    driver = Driver(equal_units(1))
+    driver.begin_forward()
+    driver.use(0)
+    driver.invalidate([0])
+    driver.release(0)
+    assert driver.actions == [(FREE, 0), (GATHER, 0)]
 
 
 def test_nothing_is_expected_after_all_weights_changed():

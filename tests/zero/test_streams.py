@@ -8,16 +8,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import warnings
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels as tpk
 from tests.zero.fake_cuda import FakeCuda, WatchedTransfers
-from tpkernels.errors import ConfigError
-from tpkernels.zero import ZeroConfig, entry
+from tpkernels.comm.group import resolve_group
+from tpkernels.errors import ConfigError, TPKernelsWarning
+from tpkernels.zero import ZeroConfig, entry, streams, transfers
+from tpkernels.zero.reduce_group import separate_reduce_group
 
 WIDTH = 8
 
@@ -143,25 +147,31 @@ def drawn_config(chance, offload):
     )
 
 
-def watched_run(group, seed, offload, dropped=None, steps=6):
-    """(races, waits performed, the shards) of random training on fake streams."""
+def watched_run(group, seed, offload, dropped=None, host=False, mesh=None, steps=5):
+    """(races, waits performed, the shards) of random training on fake streams.
+
+    ``host``: by the transfers of the CPU instead, for the values.
+    """
     chance = random.Random(seed)
     cuda = FakeCuda(dropped)
     torch.manual_seed(seed)
     model = Model()
     config = drawn_config(chance, offload)
 
-    def transfers(group, replicas, device, config):
+    def over_streams(group, replicas, device, config):
         return WatchedTransfers(
             group, replicas, device, offloads=offload, pin_memory=False, cuda=cuda
         )
 
-    with mock.patch.object(entry, "_transfers", transfers), contextlib.suppress(UserWarning):
-        manager = tpk.zero(model, group, config=config)
+    with (
+        mock.patch.object(entry, "_transfers", entry._transfers if host else over_streams),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", TPKernelsWarning)  # units larger than a budget
+        manager = tpk.zero(model, mesh or group, config=config)
     optimizer = manager.optimizer(torch.optim.SGD, lr=0.1)
     streams = [cuda.Stream() for _ in range(3)]
-    # Values that are random on each rank alone.
-    inputs = torch.Generator().manual_seed(group.rank() if hasattr(group, "rank") else 0)
+    inputs = torch.Generator().manual_seed(group.rank())
 
     def watch_shards():
         for unit in manager._engine.units:
@@ -204,20 +214,129 @@ def watched_run(group, seed, offload, dropped=None, steps=6):
     return cuda.races, waits, [p.detach().plain().clone() for p in model.parameters()]
 
 
-def all_runs(group, cases, dropped=None):
-    races, waits, values = [], set(), []
+def compared_runs(group, cases, replicas=1):
+    """Races and waits of all cases, and whether each trains as by the transfers of the CPU."""
+    races, waits, mesh = [], set(), None
+    if replicas > 1:
+        shape = (replicas, group.size() // replicas)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
     for seed, offload in cases:
-        found, performed, shards = watched_run(group, seed, offload, dropped)
+        found, performed, shards = watched_run(group, seed, offload, mesh=mesh)
         races += [f"seed {seed}, offload {offload}: {race}" for race in found]
         waits |= performed
-        values.append(shards)
-    return races, waits, values
+        _, _, expected = watched_run(group, seed, offload, host=True, mesh=mesh)
+        is_bf16 = drawn_config(random.Random(seed), offload).precision.param_dtype is not None
+        # Two ranks: one sum, whatever the order.
+        tolerance = 1e-2 if is_bf16 else 0 if mesh is None else 1e-6
+        for ours, theirs in zip(shards, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+    return races, waits
 
 
-CASES = [(seed, offload) for seed in range(12) for offload in (False, True)]
+def first_race(group, cases, dropped):
+    """The first race without the wait ``dropped``, or None."""
+    for seed, offload in cases:
+        races, _, _ = watched_run(group, seed, offload, dropped)
+        if races:
+            return races[0]
+    return None
 
 
-def test_random_schedules_on_random_streams_are_ordered(pool):
-    for races, waits, _ in pool.run(all_runs, CASES, world_size=2):
-        assert races == []
-        assert len(waits) == 9
+CASES = [(seed, offload) for seed in range(5) for offload in (False, True)]
+# Of "wait" the stream's and, with offload, the host's.
+WAITS = ["finish", "free", "gather", "reduce", "settle", "use", "wait", "wait", "write"]
+
+
+def test_random_schedules_on_random_streams_are_ordered_and_each_wait_is_needed(pool):
+    races, waits = pool.run(compared_runs, CASES, world_size=2)[0]
+    assert races == []
+    assert sorted(site.split(":")[0] for site in waits) == WAITS
+    for site in sorted(waits):
+        assert pool.run(first_race, CASES, site, world_size=2)[0] is not None, site
+
+
+def test_replicas_are_reduced_in_order(pool):
+    races, waits = pool.run(compared_runs, CASES[:4], 2, world_size=4)[0]
+    assert races == [] and any(site.startswith("reduce:") for site in waits)
+
+
+def test_an_allocation_that_nothing_awaits_is_a_race():
+    """The checker itself: the smallest case by hand."""
+    cuda = FakeCuda()
+    other, tensor = cuda.Stream(), torch.zeros(3)
+    with cuda:
+        cuda.allocated(tensor, cuda.default, "memory")
+        other.wait_stream(cuda.default)
+        with cuda.stream(other):
+            tensor.add_(1)
+        assert cuda.races == []
+        tensor.sum()
+    assert cuda.races == [
+        "aten::sum on default stream after aten::add_.Tensor on stream 0: memory is not ordered"
+    ]
+
+
+def test_a_capture_is_refused():
+    cuda = FakeCuda()
+    group = resolve_group(None)
+    made = WatchedTransfers(group, None, torch.device("cpu"), cuda=cuda)
+    gradients = made.empty(4, torch.float32)
+    cuda.capturing = True
+    with pytest.raises(ConfigError, match=r"cannot be captured in a CUDA graph\. Fix: "):
+        made.reduce(gradients)
+    model = nn.Linear(2, 2)
+    with mock.patch.object(entry, "_transfers", lambda *_: made):
+        tpk.zero(model)
+    with pytest.raises(ConfigError, match="gathers its parameters anew at each call"):
+        model(torch.ones(1, 2))
+
+
+def with_a_second_group(group, separate, host):
+    """(the shards, names of groups that gathered, names of groups that reduced)."""
+    gather, reduce = (
+        ("all_gather_in_place_async", "all_to_all_async")
+        if host
+        else ("all_gather_in_place", "reduce_scatter_into")
+    )
+    used = {gather: set(), reduce: set()}
+
+    def watched(module, name):
+        real = getattr(module, name)
+
+        def call(*args):
+            used[name].add(args[-1])
+            return real(*args)
+
+        return mock.patch.object(module, name, call)
+
+    def over_streams(group, replicas, device, config):
+        second = separate_reduce_group(group) if config.separate_reduce_group else None
+        return WatchedTransfers(group, replicas, device, reduce_group=second, cuda=FakeCuda())
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    config = ZeroConfig(separate_reduce_group=separate)
+    with mock.patch.object(entry, "_transfers", entry._transfers if host else over_streams):
+        manager = tpk.zero(model, group, config=config)
+    optimizer = manager.optimizer(torch.optim.SGD, lr=0.1)
+    module = transfers if host else streams
+    with watched(module, gather), watched(module, reduce):
+        for _ in range(2):
+            model(torch.full((2, 4), 1.0 + group.rank())).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().plain() for p in model.parameters()], used[gather], used[reduce]
+
+
+@pytest.mark.parametrize("host", [True, False], ids=["host", "streams"])
+def test_reductions_have_a_group_of_their_own_where_it_is_asked_for(pool, host):
+    """In a pool whose ranks are members of different numbers of groups."""
+    for together, apart in zip(
+        pool.run(with_a_second_group, False, host, world_size=2),
+        pool.run(with_a_second_group, True, host, world_size=2),
+        strict=True,
+    ):
+        assert together[1] == together[2] and len(together[1]) == 1
+        assert apart[1] == together[1] and len(apart[2]) == 1 and apart[1].isdisjoint(apart[2])
+        for ours, theirs in zip(apart[0], together[0], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

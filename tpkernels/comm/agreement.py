@@ -46,7 +46,7 @@ def check_agreement(values: Mapping[str, Tensor | None], group: GroupLike, what:
 def _compare(values: Mapping[str, Tensor | None], group: Group, what: str, overlap: int) -> None:
     """Compare ``values`` and, before them, the position of the overlap setting."""
     count = torch.tensor([len(values), overlap, 0, 0], dtype=torch.int64)
-    device = _device(group)
+    device = control_device(group)
     counts = all_gather_bytes(count.to(device), group.name).cpu()  # [R, 4]
     _check_overlap(counts[:, 1].tolist(), group, what)
     if not bool((counts[:, 0] == len(values)).all()):
@@ -97,8 +97,10 @@ def _asked_overlap() -> int:
         return _UNKNOWN
 
 
-def _device(group: Group) -> torch.device:
-    assert group.process_group is not None
+def control_device(group: Group) -> torch.device:
+    """Where small tensors must be to be exchanged: CPU, unless the backend is NCCL alone."""
+    if group.process_group is None:
+        return torch.device("cpu")
     types = {device.type for device in group.process_group._device_types}
     return torch.device("cpu") if "cpu" in types else torch.device("cuda")
 

@@ -1,7 +1,7 @@
 """``BufferPool``: the memory of gathered units and of gradients between two uses.
 
 Without it each gather asks the allocator. glibc maps what is larger than 32 MiB anew each time, and
-the system zeroes every page as it is first written: 40 MB took 39 ms instead of 4 on the machine
+the system zeroes every page as it is first written: 40 MB took 28 ms instead of 4 on the machine
 it was tried on, while 31 MB and less took the same. On CUDA it keeps blocks of one size whole.
 
 A unit's storage gets its memory by exchange with an idle one, so that all views of it that

@@ -204,7 +204,7 @@ class Engine:
     def _end_backward(self) -> None:
         for unit in reversed(self.units):
             late = self.config.find_unused_parameters and unit.index not in self._reduced
-            if self.reduces and any(unit.trained()) and (unit.has_gradients or late):
+            if self.reduces and (unit.has_gradients or (late and any(unit.trained()))):
                 self._reduce(unit)
             for call in list(self._open.get(unit.index, ())):
                 self.close_call(call)

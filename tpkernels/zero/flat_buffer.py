@@ -186,6 +186,15 @@ class FlatBuffer:
         return copied_spec(dense.shape, tp.size, tp.rank, tp.mesh_dim, tp.name)
 
 
+class _Whole(nn.Parameter):
+    """A whole parameter that somebody may still hold, and print, when its memory is gone."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        if self.numel() and not self.untyped_storage().nbytes():
+            return f"Parameter(whole {tuple(self.shape)}, {self.dtype}, which is not gathered now)"
+        return super().__repr__(tensor_contents=tensor_contents)  # type: ignore[call-arg]
+
+
 def _local(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
@@ -206,7 +215,7 @@ def _like(dense: Tensor, view: Tensor) -> nn.Parameter:
         )
     elif isinstance(dense, ChunkedTensor):
         data = ChunkedTensor.wrap(view, dense.spec)
-    whole = nn.Parameter(data, requires_grad=dense.requires_grad)
+    whole = _Whole(data, requires_grad=dense.requires_grad)
     if (spec := spec_of(dense)) is not None:
         attach_spec(whole, spec)
     return whole

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from tpkernels.clip_grad import clip_grad_norm_
 from tpkernels.errors import ConfigError
+from tpkernels.huggingface import wrap_save_pretrained
 from tpkernels.reference.prefetch_scheduler import ActionKind
 from tpkernels.zero.byte_sizes import UNLIMITED, parse_bytes
 from tpkernels.zero.engine import Engine
+from tpkernels.zero.guards import attach_guards
 from tpkernels.zero.optimizer import make_optimizer
 from tpkernels.zero.state_dict import attach_state_dict_hooks
 from tpkernels.zero.stats import collect_stats, format_stats
@@ -43,7 +45,10 @@ class ZeroManager:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._handles: list[UnshardHandle] = []  # that may not have been waited for
         attach_state_dict_hooks(engine)
+        attach_guards(engine)
+        wrap_save_pretrained(engine.module)
 
     @property
     def module(self) -> nn.Module:
@@ -85,12 +90,15 @@ class ZeroManager:
 
         handle = UnshardHandle(finish)
         if async_op:
+            self._handles.append(handle)
             return handle
         handle.wait()
         return None
 
     def reshard(self, module: nn.Module | None = None) -> None:
         """Undo :meth:`unshard`; units that were not unsharded by hand are left alone."""
+        while self._handles:
+            self._handles.pop().wait()
         for unit in self._units_of(module):
             if self._engine.by_hand[unit.index]:
                 self._engine.by_hand[unit.index] -= 1
@@ -184,6 +192,7 @@ class ZeroManager:
         )
         if self._engine.config.gradient_clipping is not None:
             made.register_step_pre_hook(self._clip_before_step)
+        made.register_state_dict_pre_hook(self._refuse_while_gathered)
         stepped = {id(each) for group in made.param_groups for each in group["params"]}
         units = [
             unit.index
@@ -192,6 +201,15 @@ class ZeroManager:
         ]
         made.register_step_post_hook(lambda *_: self._engine.notice_edits(units))
         return made
+
+    def _refuse_while_gathered(self, _: Any) -> None:
+        shown = [unit.label for unit in self._engine.units if unit.shown]
+        if shown:
+            raise ConfigError(
+                f"optimizer.state_dict() while {shown[0]!r} is gathered: the model shows whole "
+                "parameters, by which PyTorch's get_optimizer_state_dict does not find the shards "
+                "that are stepped. Fix: call it outside of manager.gathered() and unshard()"
+            )
 
     def _clip_before_step(self, *_: Any) -> None:
         self.clip_grad_norm_()
@@ -221,6 +239,7 @@ class ZeroManager:
 
     def reset(self) -> None:
         """Shard every unit, whatever was going on; for after an error that was caught."""
+        self._handles.clear()
         self._engine.reset()
 
     # --- what happened ---

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from tpkernels.comm.agreement import control_device
 from tpkernels.comm.collectives import all_reduce
 from tpkernels.comm.group import Group
 from tpkernels.errors import UnsupportedModuleError
@@ -20,6 +21,7 @@ def agreed_seed(groups: list[Group]) -> int:
     """A seed drawn by the first rank's generator, the same on all ranks; collective."""
     seed = torch.randint(2**31, (1,), dtype=torch.int64)
     for group in groups:
+        seed = seed.to(control_device(group))
         seed = all_reduce(seed if group.rank == 0 else torch.zeros_like(seed), group.name)
     return int(seed)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels.errors import ConfigError, UnsupportedModuleError
+from tpkernels.optimizer_checkpoint import own_parts, refuse_unmarked_parts
 
 # Each element's update depends on that element's gradient and state alone, so parts can be stepped.
 ELEMENT_WISE = (
@@ -34,6 +35,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """``cls(param_groups or shards, **settings)``, if it may see parts of parameters.
 
+    Its ``load_state_dict`` takes parts, or whole tensors, of which each rank takes its part.
+
     Raises:
         UnsupportedModuleError: an optimizer that is not known to be element-wise.
         ConfigError: parameters that are not this model's shards.
@@ -48,7 +51,10 @@ def make_optimizer(
     groups = shards if param_groups is None else _checked(param_groups, shards)
     if "foreach" in inspect.signature(cls).parameters and not {"foreach", "fused"} & set(settings):
         settings = {**settings, "foreach": True}  # torch's default is so only for plain tensors
-    return cls(groups, **settings)
+    made = cls(groups, **settings)
+    made.register_load_state_dict_pre_hook(own_parts)
+    made.register_state_dict_post_hook(refuse_unmarked_parts)
+    return made
 
 
 def _refuse_others(cls: type) -> None:
@@ -74,11 +80,18 @@ def _checked(param_groups: Iterable[Any], shards: list[nn.Parameter]) -> list[An
     own = {id(shard) for shard in shards}
     for number, group in enumerate(groups):
         members = group["params"] if isinstance(group, dict) else group
-        members = [members] if isinstance(members, Tensor) else list(members)
+        named = isinstance(members, tuple) and len(members) == 2 and isinstance(members[0], str)
+        members = [members] if isinstance(members, Tensor) or named else list(members)
         if isinstance(group, dict):
             group["params"] = members  # a generator is read once
         for each in members:
             each = each[1] if isinstance(each, tuple) else each
+            if not isinstance(each, Tensor):
+                raise ConfigError(
+                    f"param_groups[{number}] holds {type(each).__name__} where a parameter "
+                    "belongs. Fix: a list of parameters, of (name, parameter), or of dicts with "
+                    "'params'"
+                )
             if id(each) not in own:
                 raise ConfigError(
                     f"param_groups[{number}] holds a tensor of shape {tuple(each.shape)} that is "

@@ -29,6 +29,7 @@ def separate_reduce_group(group: Group) -> Group:
             f"separate_reduce_group=True, but the ranks of {group!r} are not in ascending order, "
             "as those of a second group would be. Fix: separate_reduce_group=False"
         )
+    _level_group_counts(group.process_group)
     made = dist.new_group(
         ranks,
         timeout=datetime.timedelta(seconds=envs.timeout()),
@@ -36,3 +37,16 @@ def separate_reduce_group(group: Group) -> Group:
         group_desc="zero_reduce",
     )
     return Group(made, None, group.mesh_dim)
+
+
+def _level_group_counts(group: dist.ProcessGroup) -> None:
+    """Make every rank of ``group`` a member of equally many process groups.
+
+    ``use_local_synchronization`` names a group by that number: where it differs, ranks would wait
+    for each other under different names.
+    """
+    mine = len(dist.distributed_c10d._world.pg_names)
+    counts: list[int] = [0] * group.size()
+    dist.all_gather_object(counts, mine, group=group)
+    for _ in range(max(counts) - mine):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from tpkernels import envs
-from tpkernels.comm.collectives import Pending, all_gather_bytes_async
+from tpkernels.comm.collectives import Pending
+from tpkernels.comm.exchange import all_gather_bytes_async
 from tpkernels.comm.group import Group
 from tpkernels.errors import AgreementError
 
@@ -125,5 +126,6 @@ class RollCall:
             f"the ranks of {self._group!r} run different modules: {', '.join(said)}; "
             f"{self._explain(int(mine[1]))}. Fix: let every rank call the same modules in the same "
             "order (with an empty or masked input where it has none), or make the whole branch one "
-            "unit"
+            "unit; where a parameter has a gradient on some ranks only, zero(..., "
+            "config=ZeroConfig(find_unused_parameters=True))"
         )

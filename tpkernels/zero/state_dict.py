@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,83 +10,88 @@ from torch import Tensor, nn
 
 from tpkernels.chunked_tensor import ChunkedTensor
 from tpkernels.errors import ConfigError
+from tpkernels.zero.flat_buffer import Slot
 
 if TYPE_CHECKING:
     from tpkernels.zero.engine import Engine
+    from tpkernels.zero.unit import Unit
 
 
-def attach_state_dict_hooks(engine: Engine) -> list[Any]:
-    """Make ``state_dict`` and ``load_state_dict`` of every module of the model see the shards.
+def attach_state_dict_hooks(engine: Engine) -> None:
+    """Make ``state_dict`` and ``load_state_dict`` of the model, and of modules in it, see shards.
 
     - ``state_dict()`` gives shards, also while units are gathered by hand.
-    - ``load_state_dict`` takes shards, or whole tensors, of which each rank takes its part;
-      ``assign=True`` is refused: the optimizer steps the parameters that are there.
-    - copies gathered before a load are stale from then on.
+    - ``load_state_dict`` takes shards, or whole tensors, of which each rank takes its part; what
+      does not fit raises before anything is loaded.
     """
-    shown: list[tuple[Any, int]] = []
-    depth = 0
+    hooks = _StateDictHooks(engine)
+    for module in {id(each): each for each in (engine.module, *hooks.owners())}.values():
+        earlier = list(module._state_dict_hooks)
+        module.register_state_dict_post_hook(functools.partial(hooks.after_save))
+        for key in earlier:  # they may rename the keys: ours comes first
+            module._state_dict_hooks[key] = module._state_dict_hooks.pop(key)
+        module.register_load_state_dict_pre_hook(hooks.before_load)
 
-    def show_shards() -> None:
-        nonlocal depth
-        depth += 1
-        if depth == 1:
-            engine.recover()
-            for unit in engine.units:
-                if unit.shown:
-                    shown.append((unit, unit.shown))
-                    unit.hide()
 
-    def show_again() -> None:
-        nonlocal depth
-        depth -= 1
-        if depth == 0:
-            for unit, count in shown:
-                unit.show_whole()
-                unit.shown = count
-            shown.clear()
+class _StateDictHooks:
+    """They keep no state between calls: an error in the middle leaves nothing to undo."""
 
-    def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        show_shards()
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._owned: dict[int, list[tuple[nn.Module, str, Unit, Slot]]] = {}
+        for unit in engine.units:
+            for _, _, slot in unit.slots():
+                for module, attribute in slot.owners:
+                    entry = (module, attribute, unit, slot)
+                    self._owned.setdefault(id(module), []).append(entry)
 
-    def after_save(module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
-        show_again()
+    def owners(self) -> list[nn.Module]:
+        """Modules that hold a sharded parameter themselves."""
+        return [entries[0][0] for entries in self._owned.values()]
+
+    def after_save(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        """Put shards in the place of what is gathered."""
+        for _, attribute, unit, slot in self._owned.get(id(module), ()):
+            value = state.get(prefix + attribute)
+            if unit.shown and value is not None:
+                keeps_variable = value is slot.whole
+                state[prefix + attribute] = slot.shard if keeps_variable else slot.shard.detach()
 
     def before_load(
-        module: nn.Module, state_dict: Any, prefix: str, metadata: Any, *rest: Any
+        self, module: nn.Module, state: Any, prefix: str, metadata: Any, *rest: Any
     ) -> None:
-        show_shards()
+        """Put this rank's parts in the place of whole tensors."""
         if metadata.get("assign_to_params_buffers", False):
-            show_again()
             raise ConfigError(
                 "load_state_dict(assign=True) would replace the shards that the optimizer steps. "
                 "Fix: load_state_dict(state_dict) without assign"
             )
-        for name, parameter in module.named_parameters(prefix=prefix.rstrip("."), recurse=True):
-            given = state_dict.get(name)
-            if isinstance(parameter, ChunkedTensor) and isinstance(given, Tensor):
-                state_dict[name] = _own_part(name, given, parameter)
+        self._engine.recover()
+        is_root = module is self._engine.module
+        inside = module.named_modules(remove_duplicate=False) if is_root else [("", module)]
+        for path, owner in inside:
+            for _, attribute, unit, slot in self._owned.get(id(owner), ()):
+                key = f"{prefix}{path}{'.' if path else ''}{attribute}"
+                if not isinstance(given := state.get(key), Tensor):
+                    continue
+                if unit.shown:
+                    raise ConfigError(
+                        f"load_state_dict while {unit.label!r} is gathered: what is loaded would "
+                        "be lost. Fix: load outside of manager.gathered() and unshard(); every "
+                        "rank takes its part of whole tensors"
+                    )
+                state[key] = _own_part(key, given, slot.shard)
 
-    def after_load(module: nn.Module, incompatible: Any) -> None:
-        show_again()
-        engine.notice_edits()
 
-    root = engine.module
-    return [
-        root.register_state_dict_pre_hook(before_save),
-        root.register_state_dict_post_hook(after_save),
-        root.register_load_state_dict_pre_hook(before_load),
-        root.register_load_state_dict_post_hook(after_load),
-    ]
-
-
-def _own_part(name: str, given: Tensor, parameter: ChunkedTensor) -> Tensor:
+def _own_part(name: str, given: Tensor, shard: nn.Parameter) -> Tensor:
     """This rank's part of ``given``, which may be whole, or be that part already."""
-    spec = parameter.spec
+    assert isinstance(shard, ChunkedTensor)
+    spec = shard.spec
     if isinstance(given, ChunkedTensor):
-        if given.spec != spec:
+        if given.spec is not spec and given.spec != spec:
             raise ConfigError(
                 f"{name}: the state dict holds another part, {given!r}, than this rank's "
-                f"{parameter!r}. Fix: load it with torch.distributed.checkpoint, which reshards"
+                f"{shard!r}. Fix: load it with torch.distributed.checkpoint, which reshards"
             )
         return given
     if hasattr(given, "full_tensor"):

@@ -80,7 +80,8 @@ class StreamTransfers:
         cuda: ``torch.cuda``, or what stands in for it.
 
     Raises:
-        ConfigError: when a gather or reduction would be captured in a CUDA graph.
+        ConfigError: later, when a gather or reduction would be captured in a CUDA graph: a replay
+            would use memory that is another unit's by then.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class StreamTransfers:
 
     def allocate(self, buffer: FlatBuffer) -> None:
         """Memory of the current stream, unless there is some."""
+        self._refuse_capture("gathers")
         if not buffer.is_allocated:
             home = self._current()
             buffer.allocate(self.pool, home)
@@ -115,7 +117,6 @@ class StreamTransfers:
 
     def gather(self, buffer: FlatBuffer) -> Wait:
         """Cast the shard into its place, then all-gather in place, on the gather stream."""
-        self._refuse_capture("gathers")
         current = self._current()
         whole = self._wholes[buffer]
         self._gathers.wait_stream(current)  # RAW: shards; WAR: what this memory was before
@@ -179,10 +180,10 @@ class StreamTransfers:
         """Reduce-scatter, then all-reduce over replicas in fp32: [1, S]."""
         self._refuse_capture("reduces")
         gradients, current = self._gradients[id(whole)], self._current()
-        world, replicas = self._reduce_group.size, self._replicas
-        result = whole
-        if world > 1:
-            result = self._result(gradients, whole.numel() // world, whole.dtype, current)
+        group, replicas = self._reduce_group, self._replicas
+        result, is_shared = whole, group.process_group is not None
+        if is_shared:
+            result = self._result(gradients, whole.numel() // group.size, whole.dtype, current)
         wide = result
         if replicas is not None and replicas.size > 1:
             dtype = torch.promote_types(whole.dtype, torch.float32)
@@ -190,8 +191,8 @@ class StreamTransfers:
                 wide = self._result(gradients, result.numel(), dtype, current)
         self._reduces.wait_stream(current)  # RAW: gradients; WAR: what the results' memory was
         with torch.no_grad(), self._cuda.stream(self._reduces):
-            if world > 1:
-                reduce_scatter_into(result, whole, self._reduce_group.name)
+            if is_shared:
+                reduce_scatter_into(result, whole, group.name)
             if wide is not result:
                 wide.copy_(result)
             if replicas is not None and replicas.size > 1:

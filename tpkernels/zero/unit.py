@@ -102,6 +102,7 @@ class Unit:
 
     def free(self) -> None:
         """Take the memory of the whole parameters."""
+        self.wait()  # WAW: nothing may still be on its way into it
         for buffer in self.buffers:
             self._transfers.free(buffer)
 
@@ -117,6 +118,7 @@ class Unit:
 
     def show_whole(self) -> None:
         """The modules' parameters are the whole ones; counted."""
+        self.wait()  # of one unsharded by hand nobody may have waited
         self.enter()
         self.shown += 1
         if self.shown > 1:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tpkernels.comm.agreement import check_agreement
+from tpkernels.comm.agreement import check_agreement, control_device
 from tpkernels.comm.collectives import all_gather_bytes, all_reduce
 from tpkernels.comm.group import Group
 from tpkernels.errors import AgreementError, ConfigError
@@ -39,7 +39,8 @@ class WholeEdits:
             ConfigError: naming the parameters; their shards are unchanged.
         """
         names = [slot.name for _, _, slot in self._edited()]
-        counts = all_gather_bytes(torch.tensor([len(names)]), self._group.name).flatten().tolist()
+        count = torch.tensor([len(names)], device=control_device(self._group))
+        counts = all_gather_bytes(count, self._group.name).flatten().tolist()
         if any(counts):
             ranks = [self._group.ranks[rank] for rank, count in enumerate(counts) if count]
             shown = f" ({', '.join(names[:5])})" if names else ""
@@ -87,7 +88,7 @@ class WholeEdits:
     def _take_from(
         self, source: int, edited: list[tuple[FlatBuffer, int, Slot]]
     ) -> list[tuple[FlatBuffer, int, Slot]]:
-        mask = self._mask(edited)
+        mask = self._mask(edited).to(control_device(self._group))
         if self._group.rank != source:
             mask.zero_()
         mask = all_reduce(mask, self._group.name)

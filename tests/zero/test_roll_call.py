@@ -1,0 +1,150 @@
+"""Ranks that part, are late or die: an error that names them, never a hang, a crash or a mix-up."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tpkernels as tpk
+from tests.zero import samples
+from tpkernels.errors import AgreementError, CommunicationError
+from tpkernels.testing import RankError, count_collectives, rank_pool
+
+
+class Image(nn.Module):
+    """An encoder (of a size of its own) that runs where there is an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = samples.Block(width=32)
+        self.blocks = nn.ModuleList(samples.Block() for _ in range(2))
+        self.others = nn.ModuleList(samples.Block() for _ in range(2))
+
+    def forward(self, x, image=True):
+        for block in self.blocks:
+            x = block(x)
+        if image:
+            x = x + self.encoder(torch.ones(32)).mean()
+        for block in self.others:
+            x = block(x)
+        return x
+
+
+def parts_at_last(group, history, last, stage, budget):
+    """What a rank is told when ``last[rank]`` differs from the other's, after a shared past."""
+    fresh = dist.new_group(list(range(group.size())))
+    torch.manual_seed(0)
+    model = Image()
+    manager = tpk.zero(
+        model, fresh, units=[samples.Block], stage=stage, prefetch_bytes=budget
+    )
+    x = samples.floats(0, dtype=torch.float32)
+    for image in history:
+        model(x, image).sum().backward()
+    told = []
+    for image in (last[group.rank() % 2], True):
+        try:
+            model(x, image).sum().backward()
+        except AgreementError as error:
+            told.append(str(error))
+    assert stage < 3 or manager.stats()["gathered_bytes"] == 0
+    return told
+
+
+@pytest.mark.parametrize("budget", [0, 10**9], ids=["no prefetch", "prefetch"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    "history",
+    [[], [True] * 3, [False] * 3, [True, False] * 3],
+    ids=["at first", "one skips", "one calls more", "both known"],
+)
+def test_ranks_that_part_are_told(pool, history, stage, budget):
+    """Z-9: whether or not either branch was seen before, every rank gets an error with names."""
+    start = time.monotonic()
+    by_rank = pool.run(parts_at_last, history, (True, False), stage, budget, timeout=30)
+    assert time.monotonic() - start < 20
+    for told in by_rank:
+        assert told and "encoder" in told[0] and "Fix: " in told[0]
+
+
+def counted(group):
+    """How many more collectives, and bytes, the comparison costs a step."""
+    model = samples.language()
+    tpk.zero(model, group)
+    for step in range(4):
+        with count_collectives() as counts:
+            samples.loss_of(model, *samples.batch(step)).backward()
+    return {kind: (count.calls, count.bytes) for kind, count in counts.items()}
+
+
+def test_the_comparison_is_32_bytes_a_rank(pool):
+    on = pool.run(counted, world_size=2)[0]
+    off = pool.run(counted, world_size=2, env={"TPKERNELS_CHECK": "off"})[0]
+    assert off["all_to_all"] == on["all_to_all"]
+    collectives = off["all_gather"][0] + off["all_to_all"][0]
+    assert on["all_gather"][0] - off["all_gather"][0] == collectives
+    assert on["all_gather"][1] - off["all_gather"][1] == collectives * 2 * 32
+
+
+def without_comparison_equals(group):
+    model = samples.language(dtype=torch.float64)
+    manager = tpk.zero(model, group)
+    optimizer = manager.optimizer(torch.optim.SGD, lr=0.1)
+    samples.train(model, optimizer, 3, group.rank(), group.size(), manager)
+    return samples.full(model)
+
+
+def test_results_do_not_depend_on_the_comparison(pool):
+    results = [
+        pool.run(without_comparison_equals, world_size=2, env={"TPKERNELS_CHECK": mode})
+        for mode in ("off", "first", "always")
+    ]
+    for name, value in results[0][0].items():
+        assert all(torch.equal(each[0][name], value) for each in results)
+
+
+def dies(group):
+    model = samples.language()
+    tpk.zero(model, group)
+    both = samples.batch(0)
+    samples.loss_of(model, *both).backward()
+    if group.rank() == 1:
+        os._exit(3)
+    samples.loss_of(model, *both).backward()
+
+
+def test_a_dead_rank_is_named(pools, monkeypatch):
+    monkeypatch.setattr(rank_pool, "GRACE_SECONDS", 15.0)  # let the survivor speak
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        pools(2).run(dies)
+    assert time.monotonic() - start < 30
+    (survivor,) = [failure for failure in caught.value.failures if failure.rank == 0]
+    assert isinstance(survivor.exception, CommunicationError)
+    assert "no sign of life from rank 1" in survivor.message
+
+
+def late(group):
+    limited = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+    model = samples.language()
+    manager = tpk.zero(model, limited)
+    both = samples.batch(0)
+    samples.loss_of(model, *both).backward()
+    if group.rank() == 1:
+        time.sleep(3)
+        return "late"
+    with pytest.raises(CommunicationError) as caught:
+        samples.loss_of(model, *both).backward()
+    assert manager.stats()["gathered_bytes"] == 0
+    return str(caught.value)
+
+
+def test_a_late_rank_is_an_error_within_the_limit(pools):
+    message, _ = pools(2).run(late)
+    assert "failed on rank 0: all ranks are alive" in message and "TPKERNELS_TIMEOUT" in message

@@ -1,0 +1,70 @@
+"""What a sharded model cannot be used for, said where it is tried, and not by wrong numbers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from tpkernels.checkpoint import DATA_GROUP
+from tpkernels.errors import ConfigError, ShardedSaveError
+
+if TYPE_CHECKING:
+    from tpkernels.zero.engine import Engine
+    from tpkernels.zero.unit import Unit
+
+
+def attach_guards(engine: Engine) -> None:
+    """Refuse copies and pickles of the model, ``DistributedDataParallel`` over it, and a forward
+    after ``model.to(...)`` took its shards out of the memory that is gathered."""
+    for module in engine.module.modules():
+        module.__dict__[DATA_GROUP] = engine.group  # a part of the model is sharded over it too
+        # pickle and copy.deepcopy look it up on the object
+        module.__dict__["__reduce_ex__"] = functools.partial(_refuse_copy, engine.group.rank)
+        module.__dict__["_ddp_params_and_buffers_to_ignore"] = _RefuseDDP()
+    for unit in engine.units:
+        check = functools.partial(_check_storage, unit)
+        for module in unit.modules:
+            module.register_forward_pre_hook(check, prepend=True)
+
+
+def _refuse_copy(rank: int, protocol: Any) -> Any:
+    raise ShardedSaveError(
+        f"a model under zero() holds rank {rank}'s shards and the memory they are gathered in; it "
+        "cannot be pickled or copied. Fix: torch.save(tpkernels.full_state_dict(model), path); for "
+        "a copy, build the model again, load that and call zero() on it"
+    )
+
+
+class _RefuseDDP:
+    """DistributedDataParallel reads the names to ignore before it sends anything."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ConfigError(
+            "DistributedDataParallel over a model under zero() would overwrite every rank's shards "
+            "with rank 0's. Fix: leave it out, zero() reduces the gradients; for replicas of "
+            "sharded models, zero(model, mesh['dp_replicate', 'dp_shard'])"
+        )
+
+
+def _check_storage(unit: Unit, module: nn.Module, args: Any) -> None:
+    if unit.shown:
+        return  # it was checked when it was gathered
+    for buffer in unit.buffers:
+        master = buffer.master
+        address = master.untyped_storage()._cdata
+        for slot in buffer.slots:
+            shard = slot.shard
+            in_place = shard.dtype is master.dtype and shard.untyped_storage()._cdata == address
+            if in_place and all(owner._parameters[name] is shard for owner, name in slot.owners):
+                continue
+            now = slot.owners[0][0]._parameters[slot.owners[0][1]]
+            what = "None" if now is None else f"{now.dtype} on {now.device}"
+            raise ConfigError(
+                f"{slot.name} is no longer in the memory that zero() gathers: model.to(), .half(), "
+                f".cuda() or an assignment replaced it (now {what}, the shards are {master.dtype} "
+                f"on {master.device}). Fix: do that before zero(); mp_policy= sets the dtype that "
+                "computes, manager.gathered(module, writeback=True) edits values"
+            )
