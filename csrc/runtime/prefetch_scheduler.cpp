@@ -70,7 +70,6 @@ PrefetchScheduler::PrefetchScheduler(const std::vector<UnitBytes>& units, int64_
   units_.resize(units.size());
   for (size_t index = 0; index < units.size(); ++index) {
     units_[index].bytes = units[index];
-    most_reduce_input_ = std::max(most_reduce_input_, units[index].reduce_input);
   }
 }
 
@@ -263,8 +262,7 @@ void PrefetchScheduler::find_wanted() {
   const bool backward = order_.phase() == Phase::kBackward;
   int64_t room = prefetch_bytes_;
   int64_t live_room = max_live_bytes_ - (live_bytes() - idle_bytes());
-  // Those in use will soon have gradients, and be reduced one after the other.
-  if (backward) live_room -= totals_.gradients_to_come + most_reduce_input_;
+  if (backward) live_room -= totals_.gradients_to_come;  // those in use will soon have them
   for (const int index : order_.upcoming()) {
     const Unit& unit = units_[index];
     // Never prefetched; those behind it are.

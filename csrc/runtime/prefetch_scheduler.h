@@ -146,7 +146,6 @@ class PrefetchScheduler {
   int64_t max_live_bytes_;
   size_t max_pending_reduces_;
   bool reshard_after_backward_;
-  int64_t most_reduce_input_ = 0;
   UseOrder order_;
   std::deque<int> pending_reduces_;
   Actions actions_;

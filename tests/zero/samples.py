@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import tpkernels as tpk
@@ -125,6 +127,17 @@ def train(model, optimizer, steps, rank=0, world=1, manager=None, accumulate="no
         optimizer.zero_grad()
         losses.append(total)
     return losses
+
+
+def storages(without=()):
+    """Bytes by address of every storage on the CPU that a tensor holds."""
+    found = {}
+    for each in gc.get_objects():
+        if isinstance(each, torch.Tensor) and not isinstance(each, FakeTensor):
+            storage = each.untyped_storage() if each.device.type == "cpu" else None
+            if storage is not None and storage.nbytes() and storage.data_ptr() not in without:
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
 
 
 def sharded(group, model, **settings):

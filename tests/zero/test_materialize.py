@@ -77,20 +77,9 @@ def test_values_do_not_depend_on_the_world_size(pool, kind):
         assert torch.equal(first["embedding.weight"], first["head.weight"])
 
 
-def storages(without=frozenset()):
-    """Bytes by address of every storage there is."""
-    found = {}
-    for each in gc.get_objects():
-        if isinstance(each, torch.Tensor) and each.device.type == "cpu":
-            storage = each.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in without:
-                found[storage.data_ptr()] = storage.nbytes()
-    return found
-
-
 def peak_of_construction(group):
     """The most bytes of tensors there were, while a model was built and sharded, and its own."""
-    before = frozenset(storages())
+    before = samples.storages().keys()
     peak = 0
     original = nn.Linear.reset_parameters
 
@@ -98,7 +87,7 @@ def peak_of_construction(group):
         nonlocal peak
         original(linear)
         if linear.out_features == 64:  # the second of a block: all of it is there
-            peak = max(peak, sum(storages(before).values()))
+            peak = max(peak, sum(samples.storages(before).values()))
 
     nn.Linear.reset_parameters = watched
     try:
@@ -109,7 +98,7 @@ def peak_of_construction(group):
     finally:
         nn.Linear.reset_parameters = original
     gc.collect()
-    return peak, sum(storages(before).values()), whole
+    return peak, sum(samples.storages(before).values()), whole
 
 
 def test_the_whole_model_never_exists(pool):

@@ -46,10 +46,10 @@ class Scaled(samples.Language):
     def __init__(self):
         super().__init__(blocks=1)
         self.scale = nn.Parameter(torch.tensor(1.5))
-        self.shift = nn.Parameter(torch.tensor([0.1]))
+        self.gain = nn.Parameter(torch.tensor([0.9]))
 
     def forward(self, tokens):
-        return super().forward(tokens) * self.scale + self.shift
+        return super().forward(tokens) * self.scale * self.gain
 
 
 def scaled(seed=0):
@@ -156,7 +156,10 @@ def empty_group_first(group):
     models, optimizers = [scaled(), scaled()], []
     for model in models:
         manager = tpk.zero(model, group)
-        groups = [{"params": [], "lr": 0.75 - 0.25 * len(optimizers)}, {"params": model.parameters()}]
+        groups = [
+            {"params": [], "lr": 0.75 - 0.25 * len(optimizers)},
+            {"params": model.parameters()},
+        ]
         optimizers.append(manager.optimizer(torch.optim.AdamW, groups, lr=0.01))
     train(models[0], optimizers[0], range(1), group.rank(), group.size())
     state = get_optimizer_state_dict(models[0], optimizers[0])
@@ -206,7 +209,9 @@ def refused(group):
     careless = manager.optimizer(Careless, element_wise=True)
     careless.step()
     for give in (careless.state_dict, lambda: tpk.full_optimizer_state_dict(model, careless)):
-        with pytest.raises(UnsupportedModuleError, match=r"Careless keeps 'sum'.*Fix: .*zeros_like"):
+        with pytest.raises(
+            UnsupportedModuleError, match=r"Careless keeps 'sum'.*Fix: .*zeros_like"
+        ):
             give()
 
 

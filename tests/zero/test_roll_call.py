@@ -66,9 +66,7 @@ def parts_at_last(group, history, last, stage, budget):
 )
 def test_ranks_that_part_are_told(pool, history, stage, budget):
     """Z-9: whether or not either branch was seen before, every rank gets an error with names."""
-    start = time.monotonic()
-    by_rank = pool.run(parts_at_last, history, (True, False), stage, budget, timeout=30)
-    assert time.monotonic() - start < 20
+    by_rank = pool.run(parts_at_last, history, (True, False), stage, budget, timeout=20)
     for told in by_rank:
         assert told and "encoder" in told[0] and "Fix: " in told[0]
 

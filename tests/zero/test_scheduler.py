@@ -17,7 +17,7 @@ from tpkernels.zero.scheduler import make_scheduler
 GATHER, WAIT, FREE, REDUCE, WAIT_REDUCE = ActionKind
 
 TestAnyHistory = SchedulerMachine.TestCase
-TestAnyHistory.settings = settings(max_examples=100, stateful_step_count=20)
+TestAnyHistory.settings = settings(max_examples=200, stateful_step_count=20)
 
 few = settings(max_examples=25)
 training_units = st.lists(unit_bytes, min_size=1, max_size=6)
@@ -176,13 +176,16 @@ def test_a_live_bound_keeps_the_nearest_ahead():
     assert spent(driver, lambda: driver.step(list(range(8))))[2:] == (0, 0)
 
 
-@pytest.mark.parametrize(("max_live_bytes", "misses"), [(40, 5), (60, 3), (90, 0)])
-def test_gradients_delay_what_is_gathered_ahead_but_never_drop_it(max_live_bytes, misses):
-    """90: one unit in use and the next, the gradients of both, two reduces, the third's input."""
-    units = equal_units(8, gradients=10, reduce_input=10)
+@pytest.mark.parametrize(
+    ("gradients", "max_live_bytes", "misses"), [(10, 50, 0), (10, 60, 3), (20, 40, 7)]
+)
+def test_gradients_delay_what_is_gathered_ahead_but_never_drop_it(
+    gradients, max_live_bytes, misses
+):
+    """60 has room for a second reduce-scatter in flight, where 50 has it for the next gather."""
+    units = equal_units(8, gradients=gradients, reduce_input=gradients)
     driver = Driver(units, UNLIMITED, max_live_bytes)
     driver.step(list(range(8)))
-    assert driver.counters.peak_live_bytes <= max_live_bytes
     assert spent(driver, lambda: driver.step(list(range(8))))[2:] == (misses, 0)
 
 

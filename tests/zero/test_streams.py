@@ -242,7 +242,7 @@ def first_race(group, cases, dropped):
     return None
 
 
-CASES = [(seed, offload) for seed in range(5) for offload in (False, True)]
+CASES = [(seed, offload) for seed in range(4) for offload in (False, True)]
 # Of "wait" the stream's and, with offload, the host's.
 WAITS = ["finish", "free", "gather", "reduce", "settle", "use", "wait", "wait", "write"]
 
@@ -330,7 +330,7 @@ def with_a_second_group(group, separate, host):
 
 @pytest.mark.parametrize("host", [True, False], ids=["host", "streams"])
 def test_reductions_have_a_group_of_their_own_where_it_is_asked_for(pool, host):
-    """In a pool whose ranks are members of different numbers of groups."""
+    """In a pool whose ranks are members of different numbers of groups, some destroyed."""
     for together, apart in zip(
         pool.run(with_a_second_group, False, host, world_size=2),
         pool.run(with_a_second_group, True, host, world_size=2),

@@ -157,7 +157,6 @@ class PrefetchScheduler:
         self._max_live_bytes = max_live_bytes
         self._max_pending_reduces = max_pending_reduces
         self._reshard_after_backward = reshard_after_backward
-        self._most_reduce_input = max((each.reduce_input for each in units), default=0)
         self._order = UseOrder(len(units))
         self._pending_reduces: list[int] = []
         self._actions: list[Action] = []
@@ -339,9 +338,8 @@ class PrefetchScheduler:
         backward = self._order.phase is Phase.BACKWARD
         room = self._prefetch_bytes
         live_room = self._max_live_bytes - (self.live_bytes - self.idle_bytes)
-        if backward:  # those in use will soon have gradients, and be reduced one after the other
+        if backward:  # those in use will soon have gradients
             live_room -= sum(unit.gradients_to_come for unit in self._units if unit.uses)
-            live_room -= self._most_reduce_input
         wanted = []
         for index in self._order.upcoming:
             unit = self._units[index]

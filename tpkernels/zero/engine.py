@@ -250,9 +250,12 @@ class Engine:
         for unit in self.units:
             unit.drain()
             unit.hide()
-        for kind, index in self.scheduler.reset():
-            if kind == ActionKind.FREE:
-                self.units[index].free()
+        self.scheduler.reset()
+        # What was decided need not have been done: nothing that is there is trusted.
+        self.scheduler.invalidate(range(len(self.units)))
+        for unit in self.units:
+            if not self.scheduler.is_gathered(unit.index):
+                unit.free()
         self.settle()
         self._trim_pool()
 

@@ -155,6 +155,12 @@ def _config(config: ZeroConfig | None, given: dict[str, Any], offload_policy: An
 
 
 def _refuse_sharded(module: nn.Module) -> None:
+    for name, each in module.named_modules():
+        if hasattr(each, "_get_fsdp_state"):
+            raise UnsupportedModuleError(
+                f"{name or 'model'} is under fully_shard already, and zero() would shard the "
+                "shards. Fix: use one of zero and fully_shard for a module"
+            )
     for name, parameter in module.named_parameters():
         spec = spec_of(parameter)
         if spec is not None and spec.dim is None:
@@ -169,7 +175,9 @@ def _groups(mesh: GroupLike) -> tuple[Group, Group | None]:
     """(the ranks that share the parameters, those that replicate them)."""
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
         names = mesh.mesh_dim_names or ("0", "1")
-        replicas, group = (Group(mesh.get_group(dim), None, names[dim]) for dim in range(2))
+        # the mesh of each says which other ranks share the model
+        parts = [mesh[name] if mesh.mesh_dim_names else None for name in names]
+        replicas, group = (Group(mesh.get_group(i), parts[i], names[i]) for i in range(2))
         return group, replicas if replicas.size > 1 else None
     if isinstance(mesh, DeviceMesh) and mesh.ndim > 2:
         raise ConfigError(

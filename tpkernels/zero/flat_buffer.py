@@ -189,10 +189,10 @@ class FlatBuffer:
 class _Whole(nn.Parameter):
     """A whole parameter that somebody may still hold, and print, when its memory is gone."""
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         if self.numel() and not self.untyped_storage().nbytes():
             return f"Parameter(whole {tuple(self.shape)}, {self.dtype}, which is not gathered now)"
-        return super().__repr__(tensor_contents=tensor_contents)  # type: ignore[call-arg]
+        return f"Parameter containing:\n{self.detach()!r}"
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -58,13 +58,16 @@ def _check_storage(unit: Unit, module: nn.Module, args: Any) -> None:
         for slot in buffer.slots:
             shard = slot.shard
             in_place = shard.dtype is master.dtype and shard.untyped_storage()._cdata == address
-            if in_place and all(owner._parameters[name] is shard for owner, name in slot.owners):
+            if in_place and all(
+                owner._parameters.get(name) is shard for owner, name in slot.owners
+            ):
                 continue
-            now = slot.owners[0][0]._parameters[slot.owners[0][1]]
-            what = "None" if now is None else f"{now.dtype} on {now.device}"
+            owner, name = slot.owners[0]
+            now = owner._parameters.get(name)
+            what = "gone" if now is None else f"{now.dtype} on {now.device}"
             raise ConfigError(
                 f"{slot.name} is no longer in the memory that zero() gathers: model.to(), .half(), "
-                f".cuda() or an assignment replaced it (now {what}, the shards are {master.dtype} "
-                f"on {master.device}). Fix: do that before zero(); mp_policy= sets the dtype that "
-                "computes, manager.gathered(module, writeback=True) edits values"
+                f".cuda(), a wrapper or an assignment replaced it (now {what}, the shards are "
+                f"{master.dtype} on {master.device}). Fix: do that before zero(); mp_policy= sets "
+                "the dtype that computes, manager.gathered(module, writeback=True) edits values"
             )

@@ -11,6 +11,7 @@ on collectives that all ranks agreed on, so where ranks part, at least one of th
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ from tpkernels import envs
 from tpkernels.comm.collectives import Pending
 from tpkernels.comm.exchange import all_gather_bytes_async
 from tpkernels.comm.group import Group
-from tpkernels.errors import AgreementError
+from tpkernels.errors import AgreementError, TPKernelsWarning
 
 _KINDS = ("gathers", "reduces the gradients of")
 GATHER, REDUCE = range(2)
@@ -53,6 +54,14 @@ class RollCall:
         )
         # On CUDA alone the host would have to wait for the device to compare.
         self._can = "cpu" in types
+        if group.size > 1 and not self._can and envs.check() != "off":
+            warnings.warn(
+                f"the backend of {group!r} serves only {', '.join(sorted(types))}: ranks that run "
+                "different modules are not found out. Fix: torch.distributed.init_process_group("
+                "'cpu:gloo,cuda:nccl'), as tpkernels.init_mesh does",
+                TPKernelsWarning,
+                stacklevel=5,
+            )
         self._started: deque[_Call] = deque()  # and not yet compared, in order
         self._recent: tuple[_What, ...] = ()
         self._followers: dict[tuple[_What, ...], _What | None] = {}  # None: several

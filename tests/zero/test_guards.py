@@ -1,0 +1,82 @@
+"""Uses that a sharded model cannot serve are refused, not answered with wrong numbers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import tpkernels as tpk
+from tests.zero import samples
+from tests.zero.checkpoints import held, train
+from tpkernels.errors import ConfigError, ShardedSaveError, UnsupportedModuleError
+
+
+def refused(group):
+    world = group.size()
+    model, optimizer = held(group, "plain", 3)
+    for copier in (copy.deepcopy, pickle.dumps):
+        for module in (model, model.blocks[0], model.blocks[0].fc1):
+            with pytest.raises(ShardedSaveError, match=r"Fix: torch.save\(tpkernels.full_state"):
+                copier(module)
+    with pytest.raises(ConfigError, match=r"would overwrite every rank's shards.*Fix: leave it"):
+        nn.parallel.DistributedDataParallel(model, process_group=group)
+    with pytest.raises(ConfigError, match=r"is already sharded.*then tpkernels.zero"):
+        tpk.parallelize(model, group)
+    with pytest.raises(ConfigError, match=r"under zero\(\), which cannot be undone"):
+        tpk.unparallelize(model)
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    with pytest.raises(
+        RuntimeError, match=r"already sharded over .*tpkernels.zero and fully_shard"
+    ):
+        fully_shard(model, mesh=mesh)
+    other, _ = held(group, "plain", "fully_shard")
+    with pytest.raises(UnsupportedModuleError, match=r"model is under fully_shard.*Fix: "):
+        tpk.zero(other, group)
+    before = samples.full(held(group, "plain", 3)[0])
+    model, optimizer = held(group, "plain", 3)
+    model.double().to("cpu")  # changes nothing
+    train(model, optimizer, range(1), group.rank(), world)
+    assert not torch.equal(samples.full(model)["norm.weight"], before["norm.weight"])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_a_sharded_model_is_not_for(pool, world):
+    pool.run(refused, world_size=world)
+
+
+MOVES = {
+    "half": lambda model, _: model.half(),
+    "to": lambda model, _: model.to(torch.bfloat16),
+    "part": lambda model, _: model.blocks[1].fc1.float(),
+    "meta": lambda model, _: model.to("meta"),
+    "wrapper": lambda model, group: FullyShardedDataParallel(
+        model, group, device_id=torch.device("cpu")
+    ),
+    "assignment": lambda model, _: setattr(
+        model.norm, "weight", nn.Parameter(torch.ones(8).double())
+    ),
+    "data": lambda model, _: setattr(model.norm.bias, "data", torch.ones(4).double()),
+}
+
+
+def moved(group, move, stage):
+    model, _ = held(group, "plain", stage)
+    MOVES[move](model, group)
+    with pytest.raises(ConfigError) as caught:
+        samples.loss_of(model, *samples.batch(0)).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("move", list(MOVES))
+def test_parameters_that_are_moved_are_noticed(pool, move):
+    """Training on would step memory that is not what the ranks gather."""
+    for stage in (1, 3):
+        for message in pool.run(moved, move, stage, world_size=2):
+            assert "no longer in the memory that zero() gathers: model.to(), .half()" in message
+            assert "Fix: do that before zero()" in message
