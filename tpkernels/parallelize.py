@@ -146,7 +146,7 @@ def _check_arguments(model: nn.Module, plan: Any, sequence_parallel: bool, stric
         if isinstance(parameter, (DTensor, ChunkedTensor)):
             raise ConfigError(
                 f"{name} is already sharded ({type(parameter).__name__}). Fix: parallelize first, "
-                "then tpkernels.zero or fully_shard"
+                "then fully_shard or tpkernels.zero"
             )
 
 

@@ -87,17 +87,22 @@ def assert_same(found, expected):
         assert settings_in(ours) == settings_in(theirs)
 
 
-def save(group, path, held_models):
+def states_of(model, optimizer):
+    """Both as PyTorch's helper gives them to a checkpoint."""
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def save(group, path, pairs):
     """One checkpoint of several (model, optimizer) by name, through PyTorch's helpers."""
-    states = {name: get_state_dict(*pair) for name, pair in held_models.items()}
+    states = {name: states_of(*pair) for name, pair in pairs.items()}
     dcp.save(states, checkpoint_id=path, process_group=group)
 
 
-def load(group, path, held_models):
+def load(group, path, pairs):
     """Into (model, optimizer)s that may be fresh."""
-    states = {name: list(get_state_dict(*pair)) for name, pair in held_models.items()}
+    states = {name: states_of(*pair) for name, pair in pairs.items()}
     dcp.load(states, checkpoint_id=path, process_group=group)
-    for name, (model_state, optimizer_state) in states.items():
+    for name, state in states.items():
         set_state_dict(
-            *held_models[name], model_state_dict=model_state, optim_state_dict=optimizer_state
+            *pairs[name], model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )

@@ -165,7 +165,9 @@ def test_set_budget_on_the_way(pool):
 
 
 def test_a_unit_larger_than_the_budget_is_told_once():
-    with pytest.warns(TPKernelsWarning, match=r"prefetch_bytes=100 B is less than .* needs") as told:
+    with pytest.warns(
+        TPKernelsWarning, match=r"prefetch_bytes=100 B is less than .* needs"
+    ) as told:
         manager = tpk.zero(samples.language(), prefetch_bytes=100)
     assert len(told) == 1
     with warnings.catch_warnings():

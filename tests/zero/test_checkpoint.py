@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import tpkernels as tpk
 from tests.zero import samples
 from tests.zero.checkpoints import (
+    MODELS,
     SETTINGS,
     assert_same,
     groups_of,
@@ -20,6 +20,7 @@ from tests.zero.checkpoints import (
     plain_adamw,
     save,
     settings_of,
+    states_of,
     train,
     whole_of,
 )
@@ -134,7 +135,7 @@ def save_while_it_trains(group, path):
     model, optimizer = held(group, "plain", 3, seed=0)
     train(model, optimizer, range(1), group.rank(), group.size())
     expected = whole_of(model, optimizer)
-    states = {"plain": get_state_dict(model, optimizer)}
+    states = {"plain": states_of(model, optimizer)}
     future = dcp.async_save(states, checkpoint_id=path, process_group=group)
     train(model, optimizer, range(1, 3), group.rank(), group.size())
     future.result()
@@ -177,8 +178,6 @@ COLUMN, ROW = tpk.ColumnParallelLinear, tpk.RowParallelLinear
 
 @pytest.mark.parametrize("names", [("dp_shard", "tp"), ("dp_replicate", "dp_shard")], ids=str)
 def test_two_dimensions_to_one_rank(pool, tmp_path, names):
-    whole = pool.run(on_two_dimensions, names, str(tmp_path / "plain"))[0]
-    (loaded, _) = pool.run(pass_on, "plain", ["plain"], str(tmp_path), "", range(0), world_size=1)[
-        0
-    ][0]
-    assert_same(loaded, whole)
+    whole = pool.run(on_two_dimensions, names, str(tmp_path))[0]
+    ((loaded, _),) = pool.run(pass_on, "plain", ["plain"], str(tmp_path), "", (), world_size=1)
+    assert_same(loaded["plain"], whole)

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import tpkernels as tpk
 from tests.zero import samples
 from tests.zero.samples import WIDTH, Block
-from tpkernels.testing import count_collectives, max_relative_error
-from tpkernels.zero import ZeroConfig
+from tpkernels.testing import max_relative_error
 
 Pair = namedtuple("Pair", "hidden other")
 

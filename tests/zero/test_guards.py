@@ -26,7 +26,7 @@ def refused(group):
                 copier(module)
     with pytest.raises(ConfigError, match=r"would overwrite every rank's shards.*Fix: leave it"):
         nn.parallel.DistributedDataParallel(model, process_group=group)
-    with pytest.raises(ConfigError, match=r"is already sharded.*then tpkernels.zero"):
+    with pytest.raises(ConfigError, match=r"is already sharded.*fully_shard or tpkernels.zero"):
         tpk.parallelize(model, group)
     with pytest.raises(ConfigError, match=r"under zero\(\), which cannot be undone"):
         tpk.unparallelize(model)

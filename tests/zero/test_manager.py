@@ -369,7 +369,9 @@ def test_stats_are_json_and_the_report_a_page():
     assert sum(row["hits"] for row in stats["units"]) == stats["hits"] > 0
     assert sum(row["misses"] for row in stats["units"]) == stats["misses"]
     report = manager.report()
-    assert "ZeRO stage 3, 1 ranks" in report and all(len(line) <= 100 for line in report.split("\n"))
+    assert "ZeRO stage 3, 1 ranks" in report and all(
+        len(line) <= 100 for line in report.split("\n")
+    )
     assert repr(manager) == "ZeroManager(stage 3, 4 units, 1 ranks)"
     with pytest.raises(ConfigError, match="mode="), manager.mode(""):
         pass

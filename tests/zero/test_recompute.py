@@ -44,9 +44,7 @@ def units_gathered_while_recomputing(group, kind, budget):
 @pytest.mark.parametrize("kind", ["recomputed", "reentrant"])
 def test_nothing_is_left_gathered(pool, kind, budget):
     """Z-14, Z-15: a recomputation gathers at most its own unit; after each step nothing is live."""
-    for asked, left, live in pool.run(
-        units_gathered_while_recomputing, kind, budget, world_size=2
-    ):
+    for asked, left, live in pool.run(units_gathered_while_recomputing, kind, budget, world_size=2):
         assert len(asked) == 10 * 3
         assert all(gathers in ([], [index]) for index, gathers in asked)
         assert left == [True] * 10

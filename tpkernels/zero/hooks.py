@@ -120,7 +120,11 @@ class ModuleHooks:
             recomputing = in_backward()
             if not recomputing:
                 if self._depth == 0:
-                    self._events.begin_forward(module)
+                    try:
+                        self._events.begin_forward(module)
+                    except BaseException:
+                        self._events.reset()  # not entered, so no hook sees it leave
+                        raise
                 self._depth += 1
                 frame.scoped = True
             self._frames.append(frame)
