@@ -318,7 +318,7 @@ def test_second_order(pool):
 def test_what_zero_refuses():
     """Every refusal names the parameter and the fix; nothing was sharded by then."""
     model = samples.language()
-    with pytest.raises(ConfigError, match="module must be an nn.Module, got int"):
+    with pytest.raises(ConfigError, match=r"must be an nn\.Module, got int"):
         tpk.zero(3)
     with pytest.raises(ConfigError, match=r"stage, prefetch_bytes given beside config.*Fix: "):
         tpk.zero(model, stage=2, prefetch_bytes=1, config=ZeroConfig())
@@ -328,7 +328,7 @@ def test_what_zero_refuses():
         tpk.zero(model, config={"stage": 3})
     with pytest.raises(UnsupportedModuleError, match="GELU has no parameters"):
         tpk.zero(nn.GELU())
-    with pytest.raises(ConfigError, match="lazy|no shape yet"):
+    with pytest.raises(ConfigError, match="no shape yet"):
         tpk.zero(nn.Sequential(nn.LazyLinear(3)))
     model.head.weight.grad = torch.ones_like(model.head.weight)
     with pytest.raises(ConfigError, match=r"head.weight has a gradient already.*Fix: model.zero"):
@@ -346,7 +346,7 @@ def test_parameters_that_cannot_be_moved():
 def sharded_twice(group):
     model = samples.language()
     tpk.zero(model, group)
-    with pytest.raises(UnsupportedModuleError, match="sharded by zero.. already"):
+    with pytest.raises(UnsupportedModuleError, match=r"sharded by zero\(\) already"):
         tpk.zero(model, group)
     other = samples.language(seed=group.rank())
     with pytest.raises(AgreementError, match=r"same seed or checkpoint.*TPKERNELS_CHECK=off"):

@@ -1,4 +1,4 @@
-"""Gradients of whatever a module takes, returns and does to its tensors are those of one process."""
+"""Gradients are those of one process, whatever a module takes, returns and does to tensors."""
 
 from __future__ import annotations
 
@@ -317,6 +317,11 @@ def every_model_and_pass(group, passes, stage):
                 wrong[key] = f"gradients of {sorted(found)}"
                 continue
             off = max(max_relative_error(found[n], expected[n]) for n in found)
+            if (
+                label == "input" and reference.seen is not None
+            ):  # of the mean over a rank's own rows
+                own = reference.seen.chunk(world)[rank]
+                off = max(off, max_relative_error(model.seen / world, own))
             if not off < 1e-10:
                 wrong[key] = f"off by {off}"
     return wrong
@@ -328,7 +333,7 @@ def every_model_and_pass(group, passes, stage):
         (1, 3, ["one", "interleaved"]),
         (2, 3, list(PASSES)),
         (2, 2, ["siamese (Z-12)", "retain_graph"]),
-        (4, 3, ["one", "siamese (Z-12)"]),
+        (4, 3, ["one"]),
     ],
     ids=["1 rank", "2 ranks", "stage 2", "4 ranks"],
 )

@@ -1,4 +1,4 @@
-"""What a user does with the manager: gather by hand, accumulate, make an optimizer, read counters."""
+"""What a user does with the manager: gather by hand, accumulate, step, read counters."""
 
 from __future__ import annotations
 
@@ -418,7 +418,7 @@ def test_a_named_mode_keeps_its_own_order(pool):
 
 def many_blocks(group):
     """Z-11: blocks made, sharded and collected, one after the other: no false duplicates."""
-    for seed in range(40):
+    for _ in range(40):
         block = samples.Block()
         tpk.zero(block, group)
         del block

@@ -110,10 +110,6 @@ class GradientBuffer:
             for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(shard)
 
-    def all_shards_unset(self) -> bool:
-        """Whether no shard has a gradient yet."""
-        return all(slot.shard.grad is None for slot in self.buffer.slots)
-
 
 def mean(parts: Tensor, world: int, out: Tensor | None, like: Tensor) -> Tensor:
     """``parts.sum(0) / world`` of [R, S] in the dtype of ``like``, ranks added in order."""

@@ -7,7 +7,7 @@ the modules show as their parameters.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
@@ -43,7 +43,6 @@ class Unit:
         self._transfers = transfers
         self._gathering: list[Wait] = []
         self._reducing: list[tuple[GradientBuffer, Tensor, set[int], Wait]] = []
-        self._calls: dict[int, object] = {}
         self.shown = 0  # how many hold its whole parameters in its modules
         self.arrived: set[tuple[int, int]] = set()  # gradients of this backward
         self.expected: set[tuple[int, int]] | None = None  # None: of all trained parameters
@@ -198,7 +197,8 @@ class Unit:
             self._reducing.append((gradient, whole, these, self._transfers.reduce(whole)))
         if call is not None:
             gradient, whole, these, wait = self._reducing[first]
-            self._reducing[first] = (gradient, whole, these, _after(lambda: roll.finish(call), wait))
+            compared = _after(lambda: roll.finish(call), wait)
+            self._reducing[first] = (gradient, whole, these, compared)
 
     def wait_reduce(self, world: int) -> None:
         """Wait for it, and hand each shard its gradient."""
@@ -230,7 +230,7 @@ class Unit:
         self.arrived.clear()
 
 
-def _after(first, then):  # type: ignore[no-untyped-def]
+def _after(first: Callable[[], None], then: Wait) -> Wait:
     def wait() -> Tensor:
         first()
         return then()
