@@ -133,10 +133,17 @@ def storages(without=()):
     """Bytes by address of every storage on the CPU that a tensor holds."""
     found = {}
     for each in gc.get_objects():
-        if isinstance(each, torch.Tensor) and not isinstance(each, FakeTensor):
-            storage = each.untyped_storage() if each.device.type == "cpu" else None
-            if storage is not None and storage.nbytes() and storage.data_ptr() not in without:
-                found[storage.data_ptr()] = storage.nbytes()
+        if not isinstance(each, torch.Tensor) or isinstance(each, FakeTensor):
+            continue
+        if each.device.type != "cpu":
+            continue
+        storage = each.untyped_storage()
+        try:
+            address = storage.data_ptr() if storage.nbytes() else 0
+        except RuntimeError:  # a functional or batched tensor that another test left
+            continue
+        if address and address not in without:
+            found[address] = storage.nbytes()
     return found
 
 
