@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tpkernels.comm.agreement import control_device
+from tpkernels.comm.collectives import all_reduce_max
 from tpkernels.comm.group import Group
 from tpkernels.errors import ConfigError
 from tpkernels.reference.prefetch_scheduler import ActionKind
 from tpkernels.zero.config import ZeroConfig
 from tpkernels.zero.gradients import group_size
 from tpkernels.zero.hooks import Call, ModuleHooks
-from tpkernels.zero.roll_call import RollCall
+from tpkernels.zero.roll_call import COMPARE, RollCall
 from tpkernels.zero.transfers import Transfers
 from tpkernels.zero.unit import Unit
 from tpkernels.zero.unused import expect_reachable
+from tpkernels.zero.whole_edits import own_part_differs
 
 
 class Engine:
@@ -41,6 +44,7 @@ class Engine:
         replicas: Group | None,
         config: ZeroConfig,
         transfers: Transfers,
+        residents: Collection[int] = (),
     ) -> None:
         self._transfers = transfers
         self.module, self.units, self.config = module, units, config
@@ -51,7 +55,9 @@ class Engine:
         self.mode: str | None = None
         self.reduces = True
         self._world = group_size(group, replicas)
-        self._roll = RollCall(group, [unit.label for unit in units], self._explain)
+        self._roll = RollCall(
+            group, [unit.label for unit in units], self._explain, config.find_unused_parameters
+        )
         self._backward_runs = False
         self._reduced: set[int] = set()  # in the backward that runs
         # Without gathers to keep ranks in step, only the end of backward is the same on all.
@@ -59,13 +65,17 @@ class Engine:
         self._backward: weakref.ref[_Backward] | None = None
         self._open: dict[int, list[Call]] = {}
         self._versions = [self._version(unit) for unit in units]
+        self._residents = set(residents)
+        self._outdated: set[int] = set()  # units whose copy, if there is one, is of older weights
+        self._may_be_stepped: set[int] = set()  # units with new gradients since they were compared
         self._root = next((unit for unit in units if module in unit.modules), None)
         self.by_hand: Counter[int] = Counter()  # units gathered by hand, how often
         self._borrows_root = False  # a part of the model was called by itself
         for unit in units:
             for which, index, slot in unit.trained():
+                # Weakly: the collector does not see what autograd holds, the model through it.
                 slot.whole.register_post_accumulate_grad_hook(
-                    partial(self._arrived, unit, which, index)
+                    partial(_tell_arrived, weakref.ref(self), unit.index, which, index)
                 )
         self.hooks = ModuleHooks(self, module, units)
 
@@ -76,6 +86,7 @@ class Engine:
         for kind, index in actions:
             unit = self.units[index]
             if kind == ActionKind.GATHER:
+                self._outdated.discard(index)
                 unit.gather(self._roll)
             elif kind == ActionKind.WAIT:
                 unit.wait()
@@ -101,6 +112,7 @@ class Engine:
         """``module`` is entered, and none around it runs."""
         self.recover()
         self.notice_edits()
+        self.notice_hidden_edits()
         trains = torch.is_grad_enabled()
         self.perform(self.scheduler.begin_forward(self.mode or _mode(trains), trains))
         if self._root is not None and module is not self.module:
@@ -140,6 +152,8 @@ class Engine:
         self._reduced.clear()
         for unit in self.units:
             unit.arrived.clear()
+            for collected in unit.gradients:
+                collected.forget_zeroed()
         self.perform(self.scheduler.begin_backward())
         backward = _Backward(self._end_backward)
         self._backward = weakref.ref(backward)
@@ -158,7 +172,7 @@ class Engine:
         call.is_open = True
         self._open.setdefault(call.unit.index, []).append(call)
         self.perform(self.scheduler.use(call.unit.index))
-        call.unit.enter()
+        call.unit.show_whole()  # a part of its forward may be recomputed without its hooks
 
     def close_call(self, call: Call) -> None:
         """Every gradient of the inputs of ``call`` is there."""
@@ -168,7 +182,8 @@ class Engine:
         unused = unit.expected == set() and unit.index not in self._reduced
         if unused and self.reduces and not self._reduces_late and any(unit.trained()):
             self._reduce(unit)  # here, since on other ranks its gradients came before this
-        self.perform(self.scheduler.release(call.unit.index))
+        unit.show_shards()
+        self.perform(self.scheduler.release(unit.index))
 
     def _arrived(self, unit: Unit, which: int, index: int, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
@@ -193,6 +208,7 @@ class Engine:
 
     def _reduce(self, unit: Unit) -> None:
         self._reduced.add(unit.index)
+        self._may_be_stepped.add(unit.index)
         if self.config.find_unused_parameters:
             for which, index, _ in unit.lacking():
                 if not unit.has_gradients:
@@ -209,6 +225,9 @@ class Engine:
             for call in list(self._open.get(unit.index, ())):
                 self.close_call(call)
             unit.expected = None
+            if not self.reduces:
+                for collected in unit.gradients:
+                    collected.mark_collected()
         self._backward_runs = False
         self.perform(self.scheduler.end_backward())
         self.settle()
@@ -229,7 +248,39 @@ class Engine:
                 for buffer in unit.buffers:
                     buffer.outdate()
         if edited:
+            self._outdated |= edited
             self.perform(self.scheduler.invalidate(sorted(edited)))
+
+    def notice_hidden_edits(self) -> None:
+        """The same for edits that no version shows (through ``.data``), by value; collective.
+
+        Asked of copies that are there and should be of the newest weights: those kept for a
+        backward that has not come, and residents with new gradients, which an optimizer may have
+        stepped. A training step with a torch optimizer has neither, and pays nothing.
+        """
+        if self._backward_runs:
+            return
+        compared = [
+            unit
+            for unit in self.units
+            if self.scheduler.is_gathered(unit.index)
+            and unit.index not in self._outdated
+            and not self.by_hand[unit.index]  # edits of these are gathered()'s to judge
+            and (unit.index not in self._residents or unit.index in self._may_be_stepped)
+        ]
+        self._may_be_stepped.clear()
+        if not compared:
+            return
+        indices = [unit.index for unit in compared]
+        self._roll.finish(self._roll.start(COMPARE, indices[0], indices))
+        for unit in compared:
+            unit.wait()  # RAW: its gather may not have written this rank's part yet
+            unit.enter()
+        differs = [any(own_part_differs(b).any() for b in unit.buffers) for unit in compared]
+        mask = torch.tensor(differs, dtype=torch.int32, device=control_device(self.group))
+        agreed = all_reduce_max(mask, self.group.name).tolist()
+        if any(agreed):
+            self.notice_edits(index for index, on in zip(indices, agreed, strict=True) if on)
 
     @staticmethod
     def _version(unit: Unit) -> tuple[int, ...]:
@@ -268,6 +319,13 @@ class Engine:
             unit = next(unit for unit in self.units if unit.label == waiting[0])
             return f"here {', '.join(unit.missing()[:5])} of {waiting[0]!r} got no gradient yet"
         return "here every gradient is there"
+
+
+def _tell_arrived(
+    engine: weakref.ref[Engine], unit: int, which: int, index: int, parameter: Tensor
+) -> None:
+    if (alive := engine()) is not None:
+        alive._arrived(alive.units[unit], which, index, parameter)
 
 
 class _Backward:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tpkernels.chunked_tensor import ChunkedTensor
 from tpkernels.comm.group import Group
+from tpkernels.shard_spec import spec_of
 from tpkernels.zero.flat_buffer import FlatBuffer
 
 
@@ -33,6 +34,7 @@ class GradientBuffer:
         self.whole: Tensor | None = None
         self._kept: Tensor | None = None
         self.filled: set[int] = set()
+        self._marks: dict[int, int] = {}  # version of the shard's gradient when it was collected
 
     @property
     def nbytes(self) -> int:
@@ -79,34 +81,69 @@ class GradientBuffer:
             self._kept = whole
         return keeps
 
+    def mark_collected(self) -> None:
+        """Show each shard whose gradient was only collected a gradient of zeros, if it has none.
+
+        So that ``zero_grad`` is noticed: it forgets what was collected, too.
+        """
+        for index in self.filled:
+            shard = self.buffer.slots[index].shard
+            if shard.grad is None:
+                self._shard_gradient(index).zero_()
+                shard.grad = self._as_part(index, self._shard_gradient(index))
+            self._marks[index] = shard.grad._version
+
+    def forget_zeroed(self) -> None:
+        """Forget what was collected for shards whose gradient was zeroed or removed since."""
+        for index, version in self._marks.items():
+            gradient = self.buffer.slots[index].shard.grad
+            if gradient is None or gradient._version != version:
+                self.filled.discard(index)
+        self._marks.clear()
+
+    def _shard_gradient(self, index: int) -> Tensor:
+        """Where the shard's gradient of one parameter is kept, with a version of its own."""
+        if self.buffer.gradient is None:
+            # Unfilled places are never seen; zeroed, since a norm may read what an optimizer left.
+            self.buffer.gradient = torch.zeros_like(self.buffer.master)
+        return self.buffer.gradient.data[self.buffer.shard_range(index)]
+
+    def _as_part(self, index: int, values: Tensor) -> ChunkedTensor:
+        spec = spec_of(self.buffer.slots[index].shard)
+        assert spec is not None
+        return ChunkedTensor.wrap(values, spec)
+
     def drop(self) -> list[Tensor]:
         """Forget what was collected; the memory that was held."""
         held = [each for each in (self.whole, self._kept) if each is not None]
         self.whole, self._kept, self.filled = None, None, set()
+        self._marks.clear()
         return held
 
     def install(self, parts: Tensor, filled: Iterable[int], world: int) -> None:
         """Sum ``parts`` [R, S] over R, divide by ``world``, and give each shard its gradient."""
         buffer = self.buffer
-        slots = [(index, buffer.slots[index].shard) for index in sorted(filled)]
-        fresh = [(index, shard) for index, shard in slots if shard.grad is None]
-        if buffer.gradient is None:
-            # Unfilled places are never seen; zeroed, since a norm may read what an optimizer left.
-            buffer.gradient = torch.zeros_like(buffer.master)
+        shards = {index: buffer.slots[index].shard for index in sorted(filled)}
+        in_place = len(shards) == len(buffer.slots) and all(
+            shard.grad is None for shard in shards.values()
+        )
         with torch.no_grad():
-            total = buffer.gradient if len(fresh) == len(slots) == len(buffer.slots) else None
-            total = mean(
-                parts, world, buffer.gradient if total is not None else None, buffer.master
-            )
-            for index, shard in slots:
-                place = buffer.shard_range(index)
-                if shard.grad is None:
-                    if total is not buffer.gradient:
-                        buffer.gradient[place].copy_(total[place])
-                    shard.grad = buffer.gradient[place]
-                else:
-                    _plain(shard.grad).add_(total[place])
-        for _, shard in slots:
+            if in_place and buffer.gradient is None:
+                buffer.gradient = torch.empty_like(buffer.master)
+            total = mean(parts, world, buffer.gradient if in_place else None, buffer.master)
+            for index, shard in shards.items():
+                new = total[buffer.shard_range(index)]
+                for hook in (shard._backward_hooks or {}).values():
+                    if (changed := hook(self._as_part(index, new))) is not None:
+                        new.copy_(_plain(changed))
+                if shard.grad is not None:
+                    _plain(shard.grad).add_(new)
+                    continue
+                place = self._shard_gradient(index)
+                if not in_place:
+                    place.copy_(new)
+                shard.grad = self._as_part(index, place)
+        for shard in shards.values():
             for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(shard)
 

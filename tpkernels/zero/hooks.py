@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Protocol
 
@@ -89,7 +89,9 @@ class ModuleHooks:
                 module.register_forward_pre_hook(
                     self._entering(unit), prepend=True, with_kwargs=True
                 ),
-                module.register_forward_hook(self._exiting(unit), always_call=True),
+                module.register_forward_hook(
+                    self._exiting(unit), always_call=True, with_kwargs=True
+                ),
             ]
 
     @property
@@ -112,10 +114,11 @@ class ModuleHooks:
         self._frames, self._depth = [], 0
 
     def _entering(self, unit: Unit | None) -> Any:
+        @torch.compiler.disable
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if self._frames:
                 self._events.recover()
-            running = sys._getframe(1)
+            running = _module_call()
             frame = _Frame(module, sys.exc_info()[1], running, threading.get_ident())
             recomputing = in_backward()
             if not recomputing:
@@ -142,7 +145,8 @@ class ModuleHooks:
         return enter
 
     def _exiting(self, unit: Unit | None) -> Any:
-        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        @torch.compiler.disable
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if not self._frames or self._frames[-1].module is not module:
                 return None  # it failed before it was entered
             frame = self._frames.pop()
@@ -159,7 +163,8 @@ class ModuleHooks:
             if ended and (dtype := self._events.precision.output_dtype) is not None:
                 output = _cast(output, dtype)
             if torch.is_grad_enabled() and (frame.call is not None or ended):
-                self._mark_outputs(frame.call, output)
+                left = [output, *_containers((*args, *kwargs.values())), *_attributes(module)]
+                self._mark_outputs(frame.call, left if frame.call is not None else output)
             if ended:
                 self._events.end_forward(output)
             return output
@@ -174,17 +179,25 @@ class ModuleHooks:
         return _cast(args, precision.param_dtype), _cast(kwargs, precision.param_dtype)
 
     def _mark_inputs(self, call: Call, args: Any, kwargs: Any) -> Any:
-        leaves, tree = tree_flatten((args, kwargs))
-        for place, leaf in enumerate(leaves):
-            if (
-                isinstance(leaf, Tensor)
-                and leaf.requires_grad
-                and not isinstance(leaf, nn.Parameter)
-            ):
-                leaves[place] = view = leaf.view_as(leaf)
-                call.inputs += 1
-                view.grad_fn.register_prehook(lambda _grads: self._input_done(call))  # type: ignore[union-attr]
-        return tree_unflatten(leaves, tree)
+        """Pass each tensor through a view; lists and dicts stay the caller's own, unseen."""
+
+        def mark(value: Any) -> Any:
+            if isinstance(value, tuple):
+                items = [mark(each) for each in value]
+                if all(new is old for new, old in zip(items, value, strict=True)):
+                    return value
+                make = getattr(type(value), "_make", type(value))  # a namedtuple's own
+                return make(items)
+            if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+                return value
+            if not value.requires_grad:
+                return value
+            view = value.view_as(value)
+            call.inputs += 1
+            view.grad_fn.register_prehook(lambda _grads: self._input_done(call))  # type: ignore[union-attr]
+            return view
+
+        return tuple(mark(each) for each in args), {k: mark(v) for k, v in kwargs.items()}
 
     def _mark_outputs(self, call: Call | None, output: Any) -> None:
         def before(_grads: Any) -> None:
@@ -206,6 +219,29 @@ class ModuleHooks:
         call.left -= 1
         if call.left == 0 and call.is_open:
             self._events.close_call(call)
+
+
+def _module_call() -> FrameType:
+    """The frame of ``Module.__call__`` that runs the hook, which lasts as long as the forward."""
+    frame = found = sys._getframe(1)
+    while frame.f_globals.get("__name__") != nn.Module.__module__:
+        if frame.f_back is None:
+            return found
+        frame = frame.f_back
+    return frame
+
+
+def _containers(inputs: Iterable[Any]) -> Iterator[Any]:
+    """The inputs that a module can put results in."""
+    return (each for each in inputs if isinstance(each, (list, dict)))
+
+
+def _attributes(module: nn.Module) -> Iterator[Any]:
+    """What ``module`` and those in it keep of a forward as attributes: auxiliary losses."""
+    for each in module.modules():
+        for name, value in each.__dict__.items():
+            if isinstance(value, (Tensor, list, tuple)) and not name.startswith("_"):
+                yield value
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -240,13 +276,12 @@ def _slots(value: Any) -> list[str]:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating-point tensors in ``dtype``; itself, if they all are."""
     leaves, tree = tree_flatten(value)
-    if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves):
+    cast = [
+        leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        for leaf in leaves
+    ]
+    if all(new is old for new, old in zip(cast, leaves, strict=True)):
         return value
-    return tree_unflatten(
-        [
-            leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-            for leaf in leaves
-        ],
-        tree,
-    )
+    return tree_unflatten(cast, tree)
