@@ -146,6 +146,74 @@ def test_the_gradient_is_a_part_and_is_deleted_like_one():
     assert parameter.grad is None
 
 
+ELEMENT_WISE = {
+    "pow": lambda t: t.pow(2),
+    "**": lambda t: t**2,
+    "2 **": lambda t: 2**t,
+    "1 -": lambda t: 1 - t,
+    "1 /": lambda t: 1 / t,
+    "*": lambda t: t * t,
+    "square": torch.square,
+    "abs": lambda t: t.abs(),
+    "sqrt": torch.sqrt,
+    "exp": lambda t: t.exp(),
+    "log": torch.log,
+    "clamp": lambda t: t.clamp(min=0.5),
+    "sign": lambda t: t.sign(),
+    "relu": nn.functional.relu,
+    "maximum": lambda t: torch.maximum(torch.ones(t.shape), t),
+    "view": lambda t: t.view(-1),
+    "reshape": lambda t: t.reshape(-1),
+    "flatten": torch.flatten,
+}
+
+
+@pytest.mark.parametrize("rank", [0, 3], ids=["part", "empty"])
+@pytest.mark.parametrize("how", ELEMENT_WISE)
+def test_the_element_wise_result_of_a_part_is_a_part(how, rank):
+    for source in (part(rank), nn.Parameter(part(rank))):
+        result = ELEMENT_WISE[how](source)
+        assert isinstance(result, ChunkedTensor) and result.spec == replace(SPEC, rank=rank)
+        assert torch.equal(result.plain(), ELEMENT_WISE[how](source.plain()))
+        for reduced in (torch.Tensor.sum, torch.max):
+            with pytest.raises(UnsupportedModuleError, match=r"part only\. Fix: .*clip_grad_norm_"):
+                reduced(result)
+
+
+def test_what_is_no_longer_flat_is_an_ordinary_tensor():
+    for other in (part().view(torch.uint8), part().reshape(7, 1), part().view(1, -1)):
+        assert type(other) is torch.Tensor
+
+
+JOINS = {
+    "torch.(concat|concatenate|cat)": lambda ts: torch.cat(ts),
+    "torch.(cat|concat)": lambda ts: nn.utils.parameters_to_vector(ts),
+    "torch.stack": lambda ts: torch.stack(tensors=[t.detach() for t in ts]),
+    "torch.hstack": lambda ts: torch.hstack([torch.ones(3), *(t**2 for t in ts)]),
+}
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_to_join_parts_of_several_parameters_is_refused(name):
+    message = rf"rank 1's part \(9,\) of .* {name}.* would see the part only\. Fix: .*{GATHER}"
+    with pytest.raises(UnsupportedModuleError, match=message):
+        JOINS[name](list(Layer().parameters()))
+
+
+def test_lbfgs_built_by_hand_is_refused():
+    layer = Layer()
+    before = layer.weight.plain().detach().clone()
+
+    def closure():
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones(parameter.shape)
+        return torch.ones(())
+
+    with pytest.raises(UnsupportedModuleError, match=r"Fix: .*element-wise one such as"):
+        torch.optim.LBFGS(layer.parameters()).step(closure)
+    assert torch.equal(layer.weight.plain(), before)
+
+
 GATHER = r"gathered only while its unit runs: wrap .*`with manager\.gathered\(module\):`"
 USES = {
     "torch.nn.functional.linear": lambda t: nn.functional.linear(torch.ones(4, 7), t),

@@ -44,7 +44,8 @@ def full_state_dict(
     """The model's state dict as if it had never been sharded.
 
     Keys, shapes and dtypes are the original model's; tied weights stay one tensor under both
-    keys. Works through tensor parallelism, ZeRO and ``fully_shard``.
+    keys. Works through tensor parallelism, ZeRO and ``fully_shard``. Under ZeRO trained weights
+    come in the dtype of the master weights: fp32 where the model is in bf16.
 
     Args:
         cpu: move each tensor to the CPU as it is gathered.

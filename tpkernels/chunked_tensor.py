@@ -4,8 +4,9 @@ A fused QKV weight split by heads, key-value heads held by several ranks, 3 head
 local tensor is a stack of chunks of the global one (see :mod:`tpkernels.shard_spec`). Or, under
 ZeRO, a range of the flattened tensor: the local tensor is then 1-D, and possibly empty. The class
 keeps the spec through ``detach``, ``to``, ``clone`` and ``zeros_like``, so that ``state_dict`` and
-optimizer states carry it; it saves and reshards through ``torch.distributed.checkpoint``'s chunk
-protocol; and it refuses what would silently treat one rank's part as the whole.
+optimizer states carry it, and that of a range through any element-wise operation; it saves and
+reshards through ``torch.distributed.checkpoint``'s chunk protocol; and it refuses what would
+silently treat one rank's part as the whole.
 """
 
 from __future__ import annotations
@@ -72,6 +73,16 @@ _KEEP_SPECS = {  # the same, of lists
     torch._foreach_mul,
     torch._foreach_neg,
 }
+_ELEMENT_WISE = set(  # of a range of a flattened tensor: the result is the same range, likewise
+    _found(
+        _ANYWHERE,
+        *("pow", "__pow__", "__rpow__", "__rsub__", "__rdiv__", "__rtruediv__", "square", "sqrt"),
+        *("rsqrt", "reciprocal", "abs", "absolute", "sign", "exp", "expm1", "log", "log1p", "log2"),
+        *("log10", "relu", "sigmoid", "tanh", "clamp", "clamp_min", "clamp_max", "clip"),
+        *("maximum", "minimum", "nan_to_num", "true_divide"),
+    )
+)
+_FLATTENS = set(_found(_ANYWHERE[2:], "view", "reshape", "flatten", "ravel"))  # what is flat
 _GRAD = torch.Tensor.grad  # the descriptor
 _TRANSPOSES = {  # of two dimensions: the result is the same part of the transposed whole
     **_found(_ANYWHERE[2:], "t"),
@@ -96,13 +107,21 @@ _USES_A_WEIGHT = _found(  # what a module does with its weight, which a range of
     *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
     *("transpose", "permute", "movedim", "adjoint", "outer"),
 )
+_JOINS = _found(  # parts of several wholes, one after another: no part of anything
+    _ANYWHERE[2:],
+    *("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack"),
+    "row_stack",
+)
 _SPLITS = {torch.chunk, torch.Tensor.chunk}  # how fully_shard starts to shard a parameter
 _HANDLED = {  # all others, such as optimizers' in-place updates, run on the part as they are
     *_KEEPS_SPEC,
     *_KEEP_SPECS,
+    *_ELEMENT_WISE,
+    *_FLATTENS,
     *_TRANSPOSES,
     *_WANTS_ALL,
     *_USES_A_WEIGHT,
+    *_JOINS,
     *_SPLITS,
 }
 
@@ -174,18 +193,26 @@ class ChunkedTensor(Tensor):
             cls._refuse(_WANTS_ALL[func], (*args, *(kwargs or {}).values()))
         elif func in _USES_A_WEIGHT:
             cls._refuse(_USES_A_WEIGHT[func], (*args, *(kwargs or {}).values()), only_flat=True)
+        elif func in _JOINS:
+            cls._refuse(_JOINS[func], (*args, *(kwargs or {}).values()), only_flat=True)
         elif func in _TRANSPOSES:
             cls._refuse(_TRANSPOSES[func], args, only_flat=True)
-        with _PLAIN():
+        with _PLAIN():  # below, too: even .shape is slow without
             result = func(*args, **(kwargs or {}))
-        if func in _KEEPS_SPEC:
+            if func in _KEEP_SPECS:
+                pairs = zip(result, args[0], strict=True)
+                return [cls._like(*pair, func.__name__) for pair in pairs]
+            if func in _TRANSPOSES and result.dim() == 2:
+                return cls.wrap(result, args[0].spec.transposed())
+            if func not in _KEEPS_SPEC and func not in _ELEMENT_WISE and func not in _FLATTENS:
+                return result
             source = next((a for a in args if isinstance(a, cls)), None)
+            if func not in _KEEPS_SPEC:
+                if source is None or source.spec.dim is not None:
+                    return result
+                if func in _FLATTENS and result.shape != source.shape:
+                    return result
             return cls._like(result, source, func.__name__)
-        if func in _KEEP_SPECS:
-            return [cls._like(*pair, func.__name__) for pair in zip(result, args[0], strict=True)]
-        if func in _TRANSPOSES and result.dim() == 2:
-            return cls.wrap(result, args[0].spec.transposed())
-        return result
 
     @classmethod
     def _refuse(cls, name: str, values: Any, only_flat: bool = False) -> None:
@@ -204,7 +231,8 @@ class ChunkedTensor(Tensor):
             fix = (
                 "this weight is gathered only while its unit runs: wrap the code in `with "
                 "manager.gathered(module):` or make the module that uses it the unit; as an "
-                "optimizer, use an element-wise one such as torch.optim.AdamW"
+                "optimizer, use an element-wise one such as torch.optim.AdamW; for the norm of all "
+                "gradients, tpkernels.clip_grad_norm_"
             )
         else:
             fix = (

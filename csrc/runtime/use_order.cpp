@@ -25,14 +25,18 @@ void UseOrder::begin_forward(const std::string& mode, bool trains) {
 
 void UseOrder::end_forward() {
   if (!pass_.history.empty()) {
-    Mode mode{pass_.mode, {}};
+    Mode mode{pass_.mode, {}, 0};
     const auto known = std::find_if(modes_.begin(), modes_.end(),
                                     [&](const Mode& each) { return each.name == pass_.mode; });
     if (known != modes_.end()) {
       mode = std::move(*known);
       modes_.erase(known);
     }
-    if (!mode.orders.empty()) mode.orders.back().follower = pass_.history;
+    if (!mode.orders.empty()) {
+      Known& newest = mode.orders.back();
+      newest.follower = pass_.history;
+      mode.changes = newest.order != pass_.history ? mode.changes + 1 : 0;
+    }
     Known now{pass_.history, {}};
     const auto same = std::find_if(mode.orders.begin(), mode.orders.end(),
                                    [&](const Known& each) { return each.order == now.order; });
@@ -103,7 +107,8 @@ const UseOrder::Mode* UseOrder::find_mode(const std::string& name) const {
   return nullptr;
 }
 
-// What followed the last forward of `mode` before, else the newest known of any.
+// The newest of `mode`, or what followed it before where orders alternate: where the last two
+// passes both changed the order. Of an unknown mode that of the newest mode.
 UseOrder::Order UseOrder::expected(const std::string& mode) const {
   const Mode* known = find_mode(mode);
   if (!known && !modes_.empty()) known = &modes_.back();
@@ -113,7 +118,8 @@ UseOrder::Order UseOrder::expected(const std::string& mode) const {
     return all;
   }
   const Known& newest = known->orders.back();
-  return newest.follower.empty() ? newest.order : newest.follower;
+  const bool alternates = known->changes >= kAlternatesFrom && !newest.follower.empty();
+  return alternates ? newest.follower : newest.order;
 }
 
 bool UseOrder::follows(const Backward& backward, const Order* last) const {

@@ -17,6 +17,7 @@ enum class Phase { kIdle, kForward, kBackward };
 class UseOrder {
  public:
   static constexpr size_t kRecordedOrders = 4;    // of each mode: branches that alternate
+  static constexpr int kAlternatesFrom = 2;       // changes of order in a row
   static constexpr size_t kPendingForwards = 16;  // until a backward comes; of others the last
 
   explicit UseOrder(int units);
@@ -60,6 +61,7 @@ class UseOrder {
   struct Mode {
     std::string name;
     std::deque<Known> orders;  // the newest last
+    int changes = 0;           // passes in a row that changed the order
   };
   struct Backward {
     std::deque<Order> forwards;  // after just these

@@ -117,6 +117,18 @@ TPK_TEST(scheduler_follows_branches_that_alternate) {
   CHECK(scheduler.counters().wasted == before.wasted, "a wasted gather");
 }
 
+TPK_TEST(scheduler_stays_with_an_order_that_stays) {
+  PrefetchScheduler scheduler(equal_units(4), 10);
+  const std::vector<int> orders[] = {{0, 1, 2, 3}, {3, 1, 0, 2}};
+  for (const int run : {0, 1, 0, 1}) {
+    step(scheduler, orders[run]);  // the change itself may miss
+    const SchedulerCounters before = scheduler.counters();
+    for (int i = 0; i < 2; ++i) step(scheduler, orders[run]);
+    CHECK(scheduler.counters().misses == before.misses, "a miss in a later step of a run");
+    CHECK(scheduler.counters().wasted == before.wasted, "a wasted gather");
+  }
+}
+
 TPK_TEST(scheduler_drops_stale_copies) {
   PrefetchScheduler scheduler(equal_units(2), kUnlimited);
   expect(scheduler.begin_forward("train", true), "gather 0, gather 1");

@@ -84,13 +84,13 @@ def test_different_shapes_end_the_run(pools):
 
 
 def test_the_rank_that_hosts_the_rendezvous_may_die_too(tmp_path):
-    script = tmp_path / "two_ranks.py"
+    script = tmp_path / "three_ranks.py"
     script.write_text(
         textwrap.dedent(
             """
             import os, torch, tpkernels
             from tpkernels.comm import collectives
-            name = tpkernels.init_mesh(tp=2, device_type="cpu")["tp"].get_group().group_name
+            name = tpkernels.init_mesh(tp=3, device_type="cpu")["tp"].get_group().group_name
             collectives.all_reduce(torch.ones(2), name)
             if os.environ["RANK"] == "0":
                 os._exit(0)
@@ -103,7 +103,7 @@ def test_the_rank_that_hosts_the_rendezvous_may_die_too(tmp_path):
         port = free.getsockname()[1]
     env = {
         **os.environ,
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": "3",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TPKERNELS_TIMEOUT": "20",
@@ -116,11 +116,12 @@ def test_the_rank_that_hosts_the_rendezvous_may_die_too(tmp_path):
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(3)
     ]
     errors = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert ranks[0].returncode == 0 and ranks[1].returncode == 1
-    assert "CommunicationError" in errors[1] and "no sign of life from rank 0" in errors[1]
+    assert [rank.returncode for rank in ranks] == [0, 1, 1]
+    for error in errors[1:]:  # and not of the other survivor, nor of the one who speaks
+        assert "CommunicationError" in error and "no sign of life from rank 0 (global" in error
 
 
 def groups_at_once(group):

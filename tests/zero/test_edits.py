@@ -10,7 +10,8 @@ import torch
 import tpkernels as tpk
 from tests.zero import samples
 from tpkernels.errors import AgreementError, ConfigError
-from tpkernels.testing import max_relative_error
+from tpkernels.testing import count_collectives, max_relative_error
+from tpkernels.zero import ZeroConfig
 
 
 def skipped_prefetch(group, change, stage):
@@ -214,3 +215,144 @@ def edits_by_hand(group):
 def test_edits_of_gathered_parameters(pool):
     """Z-51: refused on all ranks and lost on none; or written back, if they agree."""
     pool.run(edits_by_hand, world_size=2)
+
+
+def hidden_edits_by_hand(group, stage):
+    """``.data`` moves no version counter: edits through it are found by value."""
+    model = samples.language(dtype=torch.float64)
+    manager = tpk.zero(model, group, stage=stage)
+    rank, (tokens, targets) = group.rank(), samples.batch(0)
+    before = samples.full(model)
+    samples.loss_of(model, tokens, targets).backward()
+    with torch.no_grad():
+        truth = model(tokens)
+    with (
+        pytest.raises(ConfigError, match=r"edited \(blocks.0.fc1.weight\).*would be lost"),
+        manager.gathered(model),
+    ):
+        model.blocks[0].fc1.weight.data[-1].zero_()  # in the last rank's part
+    with pytest.raises(ValueError, match="mine"), manager.gathered(model):
+        model.head.weight.data.zero_()
+        raise ValueError("mine")
+    with torch.no_grad():
+        assert torch.equal(model(tokens), truth)  # no copy with the edit is used
+    assert all(torch.equal(v, before[n]) for n, v in samples.full(model).items())
+    with manager.gathered(model, writeback=True):
+        model.blocks[1].fc1.weight.data[0, 0] = 7  # in the first rank's part
+        with manager.gathered(model.blocks[1]):
+            pass  # the edit is not this one's to judge
+    with manager.gathered(model, writeback=True, from_rank=1):
+        model.head.weight.data.fill_(-0.0 if rank else 3.0)
+    after = samples.full(model)
+    assert after["blocks.1.fc1.weight"][0, 0] == 7
+    assert after["head.weight"].eq(0).all() and after["head.weight"].signbit().all()
+    unchanged = set(after) - {"blocks.1.fc1.weight", "head.weight"}
+    assert all(torch.equal(after[n], before[n]) for n in unchanged)
+    with (
+        pytest.raises(AgreementError, match=r"Fix: make the same edit.*from_rank=0"),
+        manager.gathered(model, writeback=True),
+    ):
+        model.norm.weight.data.fill_(rank)
+    assert all(torch.equal(v, after[n]) for n, v in samples.full(model).items())
+    optimizer = torch.optim.SGD(list(manager.parameters()), lr=0.1)
+    with (
+        pytest.raises(ConfigError, match=r"changed while they were gathered.*Fix: optimizer.step"),
+        manager.gathered(model, writeback=True),
+    ):
+        optimizer.step()  # writing the copy back would undo it
+    return samples.all_sharded(manager)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_edits_of_gathered_parameters_through_data(pool, stage):
+    assert pool.run(hidden_edits_by_hand, stage, world_size=2) == [True, True]
+
+
+def shards_edited_through_data(group):
+    """Between a forward whose backward has not come and the next, on one rank's shard."""
+    model, reference = samples.stack(), samples.stack()
+    tpk.zero(model, group)
+    x = samples.floats(0)
+    losses, errors = [], []
+    for _ in range(3):
+        losses.append(model(x).sum())
+        for each in (model, reference):
+            for parameter in each.blocks[0].parameters():
+                parameter.data.add_(0.1)
+        # elements that one rank alone holds
+        if group.rank() == 0:
+            model.blocks[1].fc1.bias.data.view(-1)[:1] = 5
+        reference.blocks[1].fc1.bias.data[0] = 5
+        errors.append(max_relative_error(model(x), reference(x)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[0].backward()
+    return max(errors)
+
+
+def test_shards_edited_through_data_while_copies_are_kept(pool):
+    assert max(pool.run(shards_edited_through_data, world_size=2)) < 1e-12
+
+
+class StepsData(torch.optim.Optimizer):
+    """Steps ``p.data``, which no version counter sees; not made by ``manager.optimizer``."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad.data, alpha=-0.1)
+
+
+def stepped_by_another(group, stage):
+    models = [samples.stack(), samples.stack()]
+    config = ZeroConfig(stage=stage, persistence_threshold=10**6 if stage == 3 else 0)
+    tpk.zero(models[1], group, config=config)
+    optimizers = [StepsData(list(each.parameters())) for each in models]
+    errors = []
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(samples.floats(step)).square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            errors.append(
+                max_relative_error(models[1](samples.floats(9)), models[0](samples.floats(9)))
+            )
+    return max(errors)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_of_another_library_that_steps_data(pool, stage):
+    """What stays gathered (all at stages 1 and 2, small units at 3) is compared by value."""
+    assert max(pool.run(stepped_by_another, stage, world_size=2)) < 1e-12
+
+
+def collectives_of_steps(group, stage, made):
+    """Calls of a step, with what is compared and without it."""
+    counts = []
+    for _ in range(2):
+        model = samples.language()
+        manager = tpk.zero(model, group, stage=stage)
+        optimizer = (
+            manager.optimizer(torch.optim.SGD, lr=0.1)
+            if made
+            else torch.optim.SGD(list(model.parameters()), lr=0.1)
+        )
+        if counts:
+            manager._engine.notice_hidden_edits = lambda: None
+        for step in range(3):
+            with count_collectives() as count:
+                samples.loss_of(model, *samples.batch(step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        counts.append(count.total.calls)
+    return counts
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["ours", "by hand"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_training_step_compares_no_values(pool, stage, made):
+    for with_it, without in pool.run(collectives_of_steps, stage, made, world_size=2):
+        assert with_it == without > 0

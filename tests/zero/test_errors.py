@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import tpkernels as tpk
+from tests.models.zoo import llama
 from tests.zero import samples
 from tpkernels.chunked_tensor import ChunkedTensor
-from tpkernels.errors import AgreementError, ConfigError, UnsupportedModuleError
+from tpkernels.errors import (
+    AgreementError,
+    ConfigError,
+    TPKernelsWarning,
+    UnsupportedModuleError,
+)
 from tpkernels.testing import max_relative_error
 from tpkernels.zero import ZeroConfig
 
@@ -358,3 +365,112 @@ def sharded_twice(group):
 
 def test_refusals_across_ranks(pools):
     pools(2).run(sharded_twice)
+
+
+# --- ranks that ask for different things ---
+
+
+def frozen_on_one(rank):
+    model = samples.language()
+    model.head.requires_grad_(rank == 0)
+    return model
+
+
+UNEQUAL = {
+    "stage": lambda rank: (samples.language(), {"stage": 2 + rank}),
+    "prefetch_bytes": lambda rank: (samples.language(), {"prefetch_bytes": 5000 + rank}),
+    "max_live_bytes": lambda rank: (samples.language(), {"max_live_bytes": 10**6 * rank + 10**6}),
+    "mp_policy": lambda rank: (samples.language(), {"mp_policy": "bfloat16"} if rank else {}),
+    "offload_optimizer": lambda rank: (
+        samples.language(),
+        {"offload_policy": "cpu"} if rank else {},
+    ),
+    "find_unused_parameters": lambda rank: (
+        samples.language(),
+        {"config": ZeroConfig(find_unused_parameters=rank == 1)},
+    ),
+    "units": lambda rank: (samples.language(blocks=2 + rank), {}),
+    "units' shapes": lambda rank: (samples.language(width=8 * (1 + rank)), {}),
+    "units' dtypes": lambda rank: (samples.language().to((torch.float32, torch.double)[rank]), {}),
+    "units' requires_grad": lambda rank: (frozen_on_one(rank), {}),
+    "units' device": lambda rank: (samples.language().to(("cpu", "meta")[rank]), {}),
+}
+
+
+def unequal_settings(group, replicated):
+    rank, messages = group.rank(), {}
+    mesh = group
+    if replicated:
+        whole = tpk.init_mesh(dp_replicate=2, dp_shard=2, device_type="cpu")
+        mesh = whole["dp_replicate", "dp_shard"]
+    odd = int(rank == group.size() - 1)
+    for name, build in UNEQUAL.items():
+        model, settings = build(odd)
+        shapes = [p.shape for p in model.parameters()]
+        with pytest.raises(AgreementError) as caught:
+            tpk.zero(model, mesh, **settings)
+        messages[name] = str(caught.value)
+        assert [p.shape for p in model.parameters()] == shapes  # nothing is sharded
+    tpk.zero(samples.language(), mesh)  # and the ranks are in step
+    return messages
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_settings_that_differ_between_ranks_are_named(pool, replicated):
+    world = 4 if replicated else 2
+    for rank, messages in enumerate(pool.run(unequal_settings, replicated, world_size=world)):
+        for name, message in messages.items():
+            assert f"zero(): {name} differs between the ranks: rank {world - 1} from" in message
+            assert f"here, on rank {rank}, it is " in message and "Fix: " in message
+    assert "it is 2000000" in messages["max_live_bytes"]
+
+
+def unequal_unchecked(group):
+    model = samples.language()
+    manager = tpk.zero(model, group, prefetch_bytes=10**6 + group.rank())
+    return manager.stats()["prefetch_bytes"]
+
+
+def test_settings_are_not_compared_where_checks_are_off(pool):
+    found = pool.run(unequal_unchecked, world_size=2, env={"TPKERNELS_CHECK": "off"})
+    assert found == [10**6, 10**6 + 1]
+
+
+def over_tensor_parallel_ranks(group):
+    """``zero(model)`` without a mesh takes the tensor-parallel ranks for copies."""
+    mesh = tpk.init_mesh(tp=2, device_type="cpu")
+    model = llama().double()
+    tpk.parallelize(model, mesh["tp"])
+    with pytest.raises(AgreementError, match=r"or the mesh: tensor-parallel.*mesh\['dp_shard'\]"):
+        tpk.zero(model)
+
+
+def test_the_mesh_of_tensor_parallel_ranks_is_named(pools):
+    pools(2).run(over_tensor_parallel_ranks, world_size=2)
+
+
+def embedding(kind, **settings):
+    return nn.Sequential(kind(5, 4, **settings), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_cannot_be_sharded(kind):
+    with pytest.raises(UnsupportedModuleError, match=r"^0 has max_norm=1.0: .*Fix: max_norm=None"):
+        tpk.zero(embedding(kind, max_norm=1.0))
+    with pytest.raises(UnsupportedModuleError, match=r"^0 has sparse=True: .*Fix: sparse=False"):
+        tpk.zero(embedding(kind, sparse=True))
+    frozen = embedding(kind, sparse=True)
+    frozen[0].requires_grad_(False)
+    tpk.zero(frozen)  # it has no gradient
+
+
+def test_an_optimizer_made_before_is_told():
+    model, other = samples.language(), samples.language()
+    early = torch.optim.AdamW([model.head.weight], lr=0.1)
+    with pytest.warns(TPKernelsWarning, match=r"AdamW was made of this model's.*Fix: .*after zero"):
+        manager = tpk.zero(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tpk.zero(other)  # another model's optimizer
+        manager.optimizer(torch.optim.AdamW)
+    assert early.param_groups[0]["params"][0].shape == (samples.VOCAB, samples.WIDTH)

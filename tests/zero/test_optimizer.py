@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -175,6 +176,31 @@ def empty_group_first(group):
 def test_a_group_without_parameters_before_another(pool):
     for kept, loaded in pool.run(empty_group_first, world_size=2):
         assert kept == [0.5, 0.01] and loaded == [0.75, 0.01]
+
+
+def test_groups_by_dimensions_are_told():
+    """The idiom ``p.ndim >= 2`` finds nothing: shards are 1-D."""
+    model = scaled()
+    manager = tpk.zero(model)
+
+    def groups(dimensions):
+        return [
+            {"params": [p for p in model.parameters() if dimensions(p) >= 2], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if dimensions(p) < 2], "weight_decay": 0.0},
+        ]
+
+    with pytest.warns(TPKernelsWarning, match=r"param_groups\[0\] of 2 has no.*Fix: .*spec_of"):
+        manager.optimizer(torch.optim.AdamW, groups(lambda p: p.ndim))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = manager.optimizer(
+            torch.optim.AdamW, groups(lambda p: len(tpk.spec_of(p).whole_shape))
+        )
+    dense = [p.dim() >= 2 for p in scaled().parameters()]
+    assert [len(each["params"]) for each in made.param_groups] == [
+        dense.count(True),
+        dense.count(False),
+    ]
 
 
 def refused(group):

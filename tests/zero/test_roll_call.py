@@ -13,8 +13,11 @@ from torch import nn
 
 import tpkernels as tpk
 from tests.zero import samples
+from tpkernels.comm.group import resolve_group
 from tpkernels.errors import AgreementError, CommunicationError
 from tpkernels.testing import RankError, count_collectives, rank_pool
+from tpkernels.zero import ZeroConfig
+from tpkernels.zero.roll_call import REDUCE, RollCall
 
 
 class Image(nn.Module):
@@ -76,6 +79,56 @@ def test_ranks_that_part_are_told(pool, stage):
         assert len(told) == len(HISTORIES) * (2 if stage == 3 else 1)
         for case, message in told.items():
             assert "encoder" in message and "Fix: " in message, (case, message)
+
+
+def parts_with_find(group, find):
+    torch.manual_seed(0)
+    model = Image()
+    config = ZeroConfig(units=[samples.Block], find_unused_parameters=find)
+    tpk.zero(model, group, config=config)
+    with pytest.raises(AgreementError) as caught:
+        model(samples.floats(0, dtype=torch.float32), group.rank() == 0).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("find", [False, True])
+def test_what_is_set_already_is_not_advised(pool, find):
+    for message in pool.run(parts_with_find, find, world_size=2):
+        assert "run different modules" in message and "into one unit" in message
+        assert ("ZeroConfig(find_unused_parameters=True)" in message) is not find
+        assert ("find_unused_parameters=True is set" in message) is find
+
+
+def other_gradients(group, find):
+    roll = RollCall(resolve_group(group), ["blocks.0"], lambda unit: "here all came", find)
+    with pytest.raises(AgreementError) as caught:
+        roll.start(REDUCE, 0, (0, group.rank()))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("find", [False, True])
+def test_gradients_of_different_parameters(pool, find):
+    for message in pool.run(other_gradients, find, world_size=2):
+        assert "gradients for different parameters of 'blocks.0'" in message
+        assert ("ZeroConfig(find_unused_parameters=True)" in message) is not find
+        assert ("into one unit" in message) is find
+
+
+def another_forward(group):
+    """Rank 0 runs forward again where the others run backward."""
+    model = samples.stack()
+    tpk.zero(model, group)
+    x = samples.floats(0)
+    loss = model(x).sum()
+    with pytest.raises(AgreementError) as caught:
+        model(x) if group.rank() == 0 else loss.backward()
+    return str(caught.value)
+
+
+def test_a_forward_that_one_rank_alone_runs_again(pool):
+    for message in pool.run(another_forward, world_size=2):
+        assert "rank 0 begins a forward while it still holds 'blocks.0'" in message
+        assert "rank 1 reduces the gradients of 'blocks." in message, message
 
 
 def counted(group):

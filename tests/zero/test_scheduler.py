@@ -111,6 +111,30 @@ def test_branches_that_alternate_do_not_miss():
 
 
 @few
+@given(units=training_units, more=st.integers(0, 30), data=st.data())
+def test_hits_recover_within_one_step_after_the_order_changed(units, more, data):
+    """Z-3: also after a return to an order that another followed before."""
+    driver = Driver(units, largest(units) + more)
+    orders = [data.draw(st.permutations(range(len(units)))) for _ in range(3)]
+    runs = st.tuples(st.sampled_from(orders), st.integers(2, 4))
+    for order, length in data.draw(st.lists(runs, min_size=3, max_size=8)):
+        for repetition in range(length):
+            _, _, misses, wasted = spent(driver, lambda order=order: driver.step(order))
+            driver.invalidate()
+            if repetition:
+                assert misses == wasted == 0
+
+
+def test_an_order_that_returns_is_expected_to_stay():
+    """Z-3: A A A B B B A A A, of which B followed A before."""
+    driver = Driver(equal_units(4), prefetch_bytes=10)
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2], [0, 1, 2, 3]):
+        driver.step(order)
+        for _ in range(2):
+            assert spent(driver, lambda order=order: driver.step(order))[2:] == (0, 0)
+
+
+@few
 @given(count=st.integers(1, 8), data=st.data())
 def test_a_new_order_every_step_wastes_nothing_within_a_large_budget(count, data):
     driver = Driver(equal_units(count))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 RECORDED_ORDERS = 4  # distinct orders remembered of each mode: branches that alternate
+ALTERNATES_FROM = 2  # changes of order in a row
 PENDING_FORWARDS = 16  # forwards remembered until a backward comes; of others the last
 
 Order = tuple[int, ...]
@@ -32,6 +33,14 @@ class _Known:
 
     order: Order
     follower: Order | None = None
+
+
+@dataclass
+class _Mode:
+    """The orders known of a mode, the newest last, and how many passes in a row changed it."""
+
+    orders: list[_Known] = field(default_factory=list)
+    changes: int = 0
 
 
 @dataclass
@@ -57,7 +66,7 @@ class UseOrder:
         self.upcoming: dict[int, int] = {}
         self._units = units
         self._pass = _Pass()
-        self._orders: dict[str, list[_Known]] = {}  # by mode, the newest last
+        self._modes: dict[str, _Mode] = {}  # the newest last
         self._backwards: list[tuple[tuple[Order, ...], Order]] = []  # after which forwards
         self._forwards: tuple[Order, ...] = ()  # whose backward has not come
 
@@ -78,12 +87,15 @@ class UseOrder:
         """It is remembered; what to expect from here on is the backward of all that wait for it."""
         order = tuple(self._pass.history)
         if order:
-            known = self._orders.pop(self._pass.mode, [])  # the newest mode last, too
-            if known:
-                known[-1].follower = order
-            this = next((each for each in known if each.order == order), _Known(order))
-            others = [each for each in known if each is not this]
-            self._orders[self._pass.mode] = [*others, this][-RECORDED_ORDERS:]
+            mode = self._modes.pop(self._pass.mode, _Mode())  # the newest last
+            if mode.orders:
+                newest = mode.orders[-1]
+                newest.follower = order
+                mode.changes = mode.changes + 1 if newest.order != order else 0
+            this = next((each for each in mode.orders if each.order == order), _Known(order))
+            others = [each for each in mode.orders if each is not this]
+            mode.orders = [*others, this][-RECORDED_ORDERS:]
+            self._modes[self._pass.mode] = mode
         if self.trains:
             self._forwards = (*self._forwards, order)[-PENDING_FORWARDS:]
         coming = self._backward_order(self._forwards) if self._forwards else ()
@@ -125,13 +137,19 @@ class UseOrder:
         self._predict()
 
     def _expected(self, mode: str) -> Order:
-        """What followed the last forward of ``mode`` before, else the newest known of any."""
-        if mode not in self._orders:
-            mode = next(reversed(self._orders), mode)
-        if mode not in self._orders:
+        """The newest of ``mode``, or what followed it before where orders alternate.
+
+        They do where the last two passes both changed the order: after one change the new order is
+        as likely to stay. Of an unknown mode that of the newest mode.
+        """
+        if mode not in self._modes:
+            mode = next(reversed(self._modes), mode)
+        if mode not in self._modes:
             return tuple(range(self._units))
-        newest = self._orders[mode][-1]
-        return newest.follower or newest.order
+        known = self._modes[mode]
+        newest = known.orders[-1]
+        follower = newest.follower if known.changes >= ALTERNATES_FROM else None
+        return follower or newest.order
 
     def _backward_order(self, forwards: tuple[Order, ...]) -> Order:
         """As recorded after just these forwards, else their reverse."""
@@ -148,8 +166,8 @@ class UseOrder:
             return
         orders = [now.order]
         if self.phase is Phase.FORWARD:
-            known = [each.order for each in reversed(self._orders.get(now.mode, []))]
-            orders += [order for order in known if order != now.order]
+            known = reversed(self._modes.get(now.mode, _Mode()).orders)
+            orders += [each.order for each in known if each.order != now.order]
         best: tuple[int, int, int] | None = None  # (context, -which order, -distance)
         for which, order in enumerate(orders):
             for place, each in enumerate(order):

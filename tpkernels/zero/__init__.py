@@ -1,10 +1,10 @@
 """ZeRO stages 1 to 3: parameters, gradients and optimizer states sharded over data-parallel ranks.
 
-    zero            the door: a model in, a ZeroManager out
-    units, config   what is gathered together, and every setting
-    construct       parameters move into flat buffers (flat_buffer, layout)
-    hooks           what the model reports: forward, backward, recomputation
-    engine          asks the scheduler and performs: unit, gradients, transfers, roll_call
+zero            the door: a model in, a ZeroManager out
+units, config   what is gathered together, and every setting
+construct       parameters move into flat buffers (flat_buffer, layout)
+hooks           what the model reports: forward, backward, recomputation
+engine          asks the scheduler and performs: unit, gradients, transfers, roll_call
 """
 
 from tpkernels.zero.config import TrainingHints as TrainingHints

@@ -9,6 +9,7 @@ from tpkernels import envs
 from tpkernels.comm.agreement import check_agreement
 from tpkernels.comm.group import Group
 from tpkernels.errors import AgreementError, ConfigError, UnsupportedModuleError
+from tpkernels.zero.agreed_settings import other_mesh
 from tpkernels.zero.config import ZeroConfig
 from tpkernels.zero.flat_buffer import FlatBuffer, Owner
 from tpkernels.zero.gradients import GradientBuffer
@@ -37,7 +38,7 @@ def build_unit(
     parameters: list[Named] = [(n, p, list(o)) for n, p, o in planned.parameters]
     for name, parameter, _ in parameters:
         _refuse_unsupported(name, parameter)
-    _check_equal_weights(planned.name, parameters, group)
+    _check_equal_weights(planned.name, parameters, group, copies)
     buffers = []
     for (compute, master, _), these in _by_kind(parameters, precision.param_dtype).items():
         buffers.append(
@@ -108,7 +109,9 @@ def _refuse_unsupported(name: str, parameter: Tensor) -> None:
         )
 
 
-def _check_equal_weights(name: str, parameters: list[Named], group: Group) -> None:
+def _check_equal_weights(
+    name: str, parameters: list[Named], group: Group, copies: Group | None
+) -> None:
     """Every rank takes its part of its own copy: they must be equal."""
     values = {each: p.detach() for each, p, _ in parameters if not p.is_meta}
     if envs.check() == "off" or not values:
@@ -118,5 +121,6 @@ def _check_equal_weights(name: str, parameters: list[Named], group: Group) -> No
     except AgreementError as error:
         raise AgreementError(
             f"{str(error).split(' Fix: ')[0]} Fix: build the model from the same seed or "
-            "checkpoint on every rank (or on the meta device); TPKERNELS_CHECK=off skips the check"
+            f"checkpoint on every rank (or on the meta device){other_mesh(copies)}; "
+            "TPKERNELS_CHECK=off skips the check"
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ from tpkernels.checkpoint import DATA_GROUP, group_of
 from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.errors import ConfigError, TPKernelsWarning, UnsupportedModuleError
 from tpkernels.shard_spec import spec_of
+from tpkernels.zero.agreed_settings import check_settings
 from tpkernels.zero.byte_sizes import UNLIMITED, format_bytes
 from tpkernels.zero.config import ZeroConfig
 from tpkernels.zero.construct import build_unit
@@ -79,7 +81,10 @@ def zero(
 
     Raises:
         ConfigError, UnsupportedModuleError: what cannot work, named; before anything is sharded.
-        AgreementError: the ranks hold different weights.
+        AgreementError: the ranks hold different weights, or were given different settings.
+
+    Warns:
+        TPKernelsWarning: an optimizer was made before, or a unit does not fit a budget.
 
     Collective over the mesh.
     """
@@ -96,17 +101,20 @@ def zero(
     if not isinstance(module, nn.Module):
         raise ConfigError(f"module must be an nn.Module, got {type(module).__name__}")
     _refuse_sharded(module)
+    _refuse_embeddings(module)
     group, replicas = _groups(mesh)
     device = _device(module, mesh, group)
     planned = find_units(module, config.units, param_dtype=config.precision.param_dtype)
     check_initialisers(module, planned)
+    copies = group_of(module)
+    check_settings(config, planned, group, replicas, copies)
+    _tell_optimizers(module)
     seed = None
     if any(each.is_meta for each in (*module.parameters(), *module.buffers())):
         seed = agreed_seed([group] if replicas is None else [group, replicas])
         materialise_buffers(module, device, seed)
     transfers = _transfers(group, replicas, device, config)
     _place_buffers(module, device, config.precision.buffer_dtype)
-    copies = group_of(module)
     built = []
     for index, each in enumerate(planned):
         if seed is not None:
@@ -126,7 +134,8 @@ def zero(
         config.max_pending_reduces,
         config.reshard_after_backward,
     )
-    manager = ZeroManager(Engine(module, built, scheduler, group, replicas, config, transfers))
+    engine = Engine(module, built, scheduler, group, replicas, config, transfers, residents)
+    manager = ZeroManager(engine)
     module.__dict__[_MANAGER] = manager
     module.__dict__[DATA_GROUP] = group
     return manager
@@ -169,6 +178,38 @@ def _refuse_sharded(module: nn.Module) -> None:
             )
     if not any(True for _ in module.parameters()):
         raise UnsupportedModuleError(f"{type(module).__name__} has no parameters to shard")
+
+
+def _refuse_embeddings(module: nn.Module) -> None:
+    for name, each in module.named_modules():
+        if not isinstance(each, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if each.max_norm is not None:
+            raise UnsupportedModuleError(
+                f"{name or 'model'} has max_norm={each.max_norm}: its forward edits the gathered "
+                "weight, which is freed afterwards, and the edit would be lost. Fix: max_norm=None"
+            )
+        if each.sparse and each.weight.requires_grad:
+            raise UnsupportedModuleError(
+                f"{name or 'model'} has sparse=True: sparse gradients cannot be reduced with those "
+                "of the other parameters of its unit. Fix: sparse=False"
+            )
+
+
+def _tell_optimizers(module: nn.Module) -> None:
+    own = {id(each) for each in module.parameters()}
+    # by type: isinstance would run the __class__ of every lazy object there is
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    for each in found:
+        groups = getattr(each, "param_groups", [])  # one whose constructor raised has none
+        if any(id(p) in own for group in groups for p in group["params"]):
+            warnings.warn(
+                f"{type(each).__name__} was made of this model's parameters before zero(), which "
+                "replaces them: it would step tensors that nothing uses. Fix: make it after "
+                "zero(), with manager.optimizer(cls, **settings)",
+                TPKernelsWarning,
+                stacklevel=3,
+            )
 
 
 def _groups(mesh: GroupLike) -> tuple[Group, Group | None]:

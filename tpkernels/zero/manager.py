@@ -67,10 +67,13 @@ class ZeroManager:
 
         Collective: call it on all ranks. Their parameters are whole after it, or with ``async_op``
         after ``wait()`` of the handle it returns. They are in use: no budget frees them.
+        To read only: an edit is lost at :meth:`reshard`, and nothing says so. Edit them inside
+        ``gathered(writeback=True)``.
         """
         engine = self._engine
         engine.recover()
         engine.notice_edits()
+        engine.notice_hidden_edits()
         units = self._units_of(module)
         later = []
         for unit in units:
@@ -114,11 +117,12 @@ class ZeroManager:
     ) -> Iterator[None]:
         """Inside, the parameters of the units in ``module`` (default: all) are whole.
 
-        Collective. To edit them in place, say ``writeback=True``: the ranks must make the same
-        edit, or ``from_rank`` says whose counts (its number within the group).
+        Collective. To edit them in place (through ``.data`` too), say ``writeback=True``: the ranks
+        must make the same edit, or ``from_rank`` says whose counts (its number within the group).
 
         Raises:
-            ConfigError: edited without ``writeback``; on every rank, the shards are unchanged.
+            ConfigError: edited without ``writeback``, or an optimizer stepped the shards inside;
+                on every rank, nothing is written to the shards.
             AgreementError: the ranks' edits differ; likewise.
         """
         group = self._engine.group
@@ -128,15 +132,17 @@ class ZeroManager:
             )
         self.unshard(module)
         edits = WholeEdits(self._units_of(module), group)
+        edited = edits.units()  # whatever is raised: no copy that may hold an edit is used again
         try:
             yield
             if writeback:
-                edits.write_back(from_rank)
+                edited = edits.write_back(from_rank)
             else:
                 edits.refuse()
+                edited = []
         finally:
             self.reshard(module)
-            self._engine.notice_edits()
+            self._engine.notice_edits(edited)
 
     # --- gradients ---
 
@@ -181,11 +187,15 @@ class ZeroManager:
         Where the config says ``gradient_clipping``, its ``step`` clips first.
 
         Args:
-            param_groups: groups of ``module.parameters()``; None: one group of all.
+            param_groups: groups of ``module.parameters()``; None: one group of all. Shards are
+                1-D: group by name, or by ``len(tpkernels.spec_of(p).whole_shape)``.
             element_wise: the caller knows that ``cls``, which we do not know, is.
 
         Raises:
             UnsupportedModuleError: an optimizer that looks at whole parameters.
+
+        Warns:
+            TPKernelsWarning: a group without parameters.
         """
         made = make_optimizer(
             cls, list(self.parameters()), param_groups, settings, element_wise=element_wise
@@ -238,7 +248,10 @@ class ZeroManager:
         engine.perform(engine.scheduler.set_budget(engine.prefetch_bytes, bound))
 
     def reset(self) -> None:
-        """Shard every unit, whatever was going on; for after an error that was caught."""
+        """Shard every unit, whatever was going on; for after an error that was caught.
+
+        Gradients that are not reduced yet are dropped, those collected in ``no_sync`` too.
+        """
         self._handles.clear()
         self._engine.reset()
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tpkernels.errors import ConfigError, UnsupportedModuleError
+from tpkernels.errors import ConfigError, TPKernelsWarning, UnsupportedModuleError
 from tpkernels.optimizer_checkpoint import own_parts, refuse_unmarked_parts
 
 # Each element's update depends on that element's gradient and state alone, so parts can be stepped.
@@ -40,6 +41,9 @@ def make_optimizer(
     Raises:
         UnsupportedModuleError: an optimizer that is not known to be element-wise.
         ConfigError: parameters that are not this model's shards.
+
+    Warns:
+        TPKernelsWarning: a group without parameters.
     """
     if not (inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)):
         raise ConfigError(
@@ -52,9 +56,23 @@ def make_optimizer(
     if "foreach" in inspect.signature(cls).parameters and not {"foreach", "fused"} & set(settings):
         settings = {**settings, "foreach": True}  # torch's default is so only for plain tensors
     made = cls(groups, **settings)
+    _tell_empty_groups(made)
     made.register_load_state_dict_pre_hook(own_parts)
     made.register_state_dict_post_hook(refuse_unmarked_parts)
     return made
+
+
+def _tell_empty_groups(made: torch.optim.Optimizer) -> None:
+    empty = [str(number) for number, each in enumerate(made.param_groups) if not each["params"]]
+    if empty:
+        warnings.warn(
+            f"param_groups[{', '.join(empty)}] of {len(made.param_groups)} has no parameters, so "
+            "that its settings (weight_decay, lr) apply to none. Shards are 1-D: p.ndim and "
+            "p.shape do not tell matrices from vectors. Fix: group by name "
+            "(model.named_parameters()), or by len(tpkernels.spec_of(p).whole_shape)",
+            TPKernelsWarning,
+            stacklevel=4,
+        )
 
 
 def _refuse_others(cls: type) -> None:

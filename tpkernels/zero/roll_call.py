@@ -25,8 +25,8 @@ from tpkernels.comm.exchange import all_gather_bytes_async
 from tpkernels.comm.group import Group
 from tpkernels.errors import AgreementError, TPKernelsWarning
 
-_KINDS = ("gathers", "reduces the gradients of")
-GATHER, REDUCE = range(2)
+_KINDS = ("gathers", "reduces the gradients of", "begins a forward while it still holds")
+GATHER, REDUCE, COMPARE = range(3)
 _CONTEXT = 8  # collectives whose sequence says what comes next
 _CONTEXTS = 20_000  # remembered at most; then all are learned anew
 
@@ -45,10 +45,18 @@ class RollCall:
     Args:
         names: of the units, as ranks say them.
         explain: what this rank can say about a difference in a unit's gradients.
+        fills: whether missing gradients count as zero (``find_unused_parameters``).
     """
 
-    def __init__(self, group: Group, names: list[str], explain: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        names: list[str],
+        explain: Callable[[int], str],
+        fills: bool = False,
+    ) -> None:
         self._group, self._names, self._explain = group, names, explain
+        self._fills = fills
         types = (
             {d.type for d in group.process_group._device_types} if group.process_group else set()
         )
@@ -124,17 +132,29 @@ class RollCall:
             for rank, row in enumerate(rows)
         ]
         name = self._names[int(mine[1])]
-        if bool((rows[:, :2] == mine[:2]).all()):
+        if bool((rows[:, :2] == mine[:2]).all()) and int(mine[0]) != COMPARE:
+            fix = (
+                "find_unused_parameters=True is set, and counts what a unit that runs lacks as "
+                "zero; let every rank call the same units, or put the parameters of all branches "
+                "into one unit (units=)"
+                if self._fills
+                else "let every rank take the same branch, or zero(..., config=ZeroConfig("
+                "find_unused_parameters=True)), which counts a missing gradient as zero"
+            )
             raise AgreementError(
                 f"the ranks of {self._group!r} have gradients for different parameters of "
-                f"{name!r}; {self._explain(int(mine[1]))}. Fix: let every rank take "
-                "the same branch, or zero(..., config=ZeroConfig(find_unused_parameters="
-                "True)), which counts a missing gradient as zero"
+                f"{name!r}; {self._explain(int(mine[1]))}. Fix: {fix}"
             )
+        more = (
+            " (find_unused_parameters=True is set, and counts what a unit that runs lacks as zero; "
+            "it does not run a unit that others run)"
+            if self._fills
+            else "; where a parameter has a gradient on some ranks only, zero(..., "
+            "config=ZeroConfig(find_unused_parameters=True))"
+        )
         raise AgreementError(
             f"the ranks of {self._group!r} run different modules: {', '.join(said)}; "
             f"{self._explain(int(mine[1]))}. Fix: let every rank call the same modules in the same "
-            "order (with an empty or masked input where it has none), or make the whole branch one "
-            "unit; where a parameter has a gradient on some ranks only, zero(..., "
-            "config=ZeroConfig(find_unused_parameters=True))"
+            "order (with an empty or masked input where it has none), or put the parameters of the "
+            f"whole branch into one unit (units=){more}"
         )

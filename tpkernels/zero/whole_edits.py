@@ -1,4 +1,8 @@
-"""Reading and editing whole parameters by hand: ``with manager.gathered(module): ...``."""
+"""Edits by hand that no version counter shows, such as those through ``.data``: found by value.
+
+with manager.gathered(module, writeback=True): ...      edits of whole parameters
+parameter.data.add_(0.1)                                edits of shards, of which a copy is kept
+"""
 
 from __future__ import annotations
 
@@ -13,24 +17,80 @@ from tpkernels.errors import AgreementError, ConfigError
 from tpkernels.zero.flat_buffer import FlatBuffer, Slot
 from tpkernels.zero.unit import Unit
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_EDITED, _STEPPED = 1, 2
+
+
+def own_part_differs(buffer: FlatBuffer) -> Tensor:
+    """Which elements of this rank's part of the whole are not its shard's: bools, [S].
+
+    Equivalent to ``buffer.own != buffer.master.to(buffer.own.dtype)`` by bits; two NaN are equal.
+    The whole must have been waited for.
+    """
+    own, master = buffer.own, buffer.master.detach().to(buffer.own.device, buffer.own.dtype)
+    if own.dtype.is_complex:
+        own, master = torch.view_as_real(own).flatten(), torch.view_as_real(master).flatten()
+    words = _WORDS[own.element_size()]
+    differs = own.view(words) != master.view(words)
+    if own.dtype.is_floating_point:
+        differs &= ~(own.isnan() & master.isnan())
+    return differs.view(buffer.layout.shard_numel, -1).any(1)
+
 
 class WholeEdits:
-    """Notices which whole parameters of ``units`` are edited in place from now on."""
+    """Notices which whole parameters of ``units`` are edited in place from now on.
+
+    Each element is in the part of one rank, which compares it with its shard; a parameter that
+    differs on any rank is edited. Version counters are asked too: they show an edit of one rank
+    in another rank's part.
+    """
 
     def __init__(self, units: list[Unit], group: Group) -> None:
         self._group = group
         self._watched = [
-            (unit.buffers[which], index, slot, self._version(slot))
+            (unit, unit.buffers[which], index, slot)
             for unit in units
             for which, index, slot in unit.slots()
         ]
+        self._versions = [_version(slot) for _, _, _, slot in self._watched]
+        self._masters = [buffer.master._version for _, buffer, _, _ in self._watched]
+        # Inside another gathered(): its edits are for that one to judge.
+        self._before = self._different()
 
-    @staticmethod
-    def _version(slot: Slot) -> int:
-        return sum(tensor._version for tensor in slot.hidden)
+    def _different(self) -> list[bool]:
+        """Of each watched parameter, whether this rank's part of it differs from its shard."""
+        differs: dict[int, Tensor] = {}
+        parts = []
+        for _, buffer, index, _ in self._watched:
+            if id(buffer) not in differs:
+                differs[id(buffer)] = own_part_differs(buffer)
+            parts.append(differs[id(buffer)][buffer.shard_range(index)].any())
+        return torch.stack(parts).tolist() if parts else []
 
-    def _edited(self) -> list[tuple[FlatBuffer, int, Slot]]:
-        return [(b, i, s) for b, i, s, before in self._watched if self._version(s) != before]
+    def _marks(self, *, by_version: bool) -> list[list[int]]:
+        """What each rank says of each watched parameter, [R][n]; collective."""
+        mine = []
+        for place, differs in enumerate(self._different()):
+            _, buffer, _, slot = self._watched[place]
+            new = differs and not self._before[place]
+            stepped = new and buffer.master._version != self._masters[place]
+            seen = by_version and _version(slot) != self._versions[place]
+            mine.append(_STEPPED if stepped else int(new or seen))
+        row = torch.tensor(mine, dtype=torch.uint8, device=control_device(self._group))
+        marks = all_gather_bytes(row, self._group.name).tolist()
+        said = zip(*marks, strict=True)
+        late = [w[3].name for w, by in zip(self._watched, said, strict=True) if _STEPPED in by]
+        if late:
+            raise ConfigError(
+                f"the shards of {', '.join(late[:5])} changed while they were gathered: the "
+                "gathered copy is older than they are, and edits of it cannot be told from that. "
+                "Fix: optimizer.step(), and other changes of shards, outside of manager.gathered()"
+            )
+        return marks
+
+    def units(self) -> list[int]:
+        """The units that are watched: copies of them may hold edits that are not in the shards."""
+        return sorted({unit.index for unit, *_ in self._watched})
 
     def refuse(self) -> None:
         """Raise on every rank if any rank edited anything.
@@ -38,42 +98,47 @@ class WholeEdits:
         Raises:
             ConfigError: naming the parameters; their shards are unchanged.
         """
-        names = [slot.name for _, _, slot in self._edited()]
-        count = torch.tensor([len(names)], device=control_device(self._group))
-        counts = all_gather_bytes(count, self._group.name).flatten().tolist()
-        if any(counts):
-            ranks = [self._group.ranks[rank] for rank, count in enumerate(counts) if count]
-            shown = f" ({', '.join(names[:5])})" if names else ""
-            raise ConfigError(
-                f"rank {', '.join(map(str, ranks))} edited gathered parameters{shown}, which are "
-                "freed here: the edit would be lost. Fix: manager.gathered(module, writeback=True) "
-                "with the same edit on every rank, or from_rank=0 to take rank 0's"
-            )
+        marks = self._marks(by_version=True)
+        if not any(map(any, marks)):
+            return
+        ranks = [str(self._group.ranks[rank]) for rank, row in enumerate(marks) if any(row)]
+        names = [slot.name for _, _, _, slot in self._chosen(marks)]
+        raise ConfigError(
+            f"rank {', '.join(ranks)} found gathered parameters edited ({', '.join(names[:5])}), "
+            "which are freed here: the edit would be lost. Fix: manager.gathered(module, "
+            "writeback=True) with the same edit on every rank, or from_rank=0 to take rank 0's"
+        )
 
-    def write_back(self, from_rank: int | None) -> None:
+    def write_back(self, from_rank: int | None) -> list[int]:
         """Put the edits into the shards: every rank's, which must agree, or those of one rank.
+
+        Returns:
+            The units that were edited.
 
         Raises:
             AgreementError: ranks edited different parameters, or gave them different values.
         """
-        edited = self._edited()
         if from_rank is not None:
-            edited = self._take_from(from_rank, edited)
-        else:
+            self._take_from(from_rank)
+        edited = self._chosen(self._marks(by_version=from_rank is None))
+        if from_rank is None:
             self._check_equal(edited)
         with torch.no_grad():
-            for buffer, index, slot in edited:
-                chunk = buffer.layout.chunk(index, buffer.group.rank)
-                flat = _inner(slot).detach().reshape(-1)
-                buffer.master[buffer.shard_range(index)].copy_(
-                    flat[chunk.offset : chunk.offset + chunk.size]
-                )
+            for _, buffer, index, _ in edited:
+                part = buffer.shard_range(index)
+                buffer.master[part].copy_(buffer.own[part])
+        return sorted({unit.index for unit, *_ in edited})
 
-    def _check_equal(self, edited: list[tuple[FlatBuffer, int, Slot]]) -> None:
-        values = {slot.name: _inner(slot).detach() for _, _, slot in edited}
-        mask = self._mask(edited)
+    def _chosen(self, marks: list[list[int]]) -> list[tuple[Unit, FlatBuffer, int, Slot]]:
+        return [
+            each
+            for each, said in zip(self._watched, zip(*marks, strict=True), strict=True)
+            if any(said)
+        ]
+
+    def _check_equal(self, edited: list[tuple[Unit, FlatBuffer, int, Slot]]) -> None:
+        values = {slot.name: _inner(slot).detach() for _, _, _, slot in edited}
         try:
-            check_agreement({"edited parameters": mask}, self._group, "edits in gathered()")
             check_agreement(values, self._group, "edits in gathered()")
         except AgreementError as error:
             raise AgreementError(
@@ -81,27 +146,17 @@ class WholeEdits:
                 "manager.gathered(module, writeback=True, from_rank=0)"
             ) from error
 
-    def _mask(self, edited: list[tuple[FlatBuffer, int, Slot]]) -> Tensor:
-        marked = {id(slot) for _, _, slot in edited}
-        return torch.tensor([id(slot) in marked for _, _, slot, _ in self._watched]).to(torch.int32)
+    def _take_from(self, source: int) -> None:
+        """Every whole is that of rank ``source``, bit for bit."""
+        for whole in {id(buffer): buffer.whole.data for _, buffer, _, _ in self._watched}.values():
+            # as bytes, of which all but one rank's are zeros: a sum that changes nothing
+            raw = whole.view(torch.uint8)
+            mine = raw if self._group.rank == source else torch.zeros_like(raw)
+            raw.copy_(all_reduce(mine, self._group.name))
 
-    def _take_from(
-        self, source: int, edited: list[tuple[FlatBuffer, int, Slot]]
-    ) -> list[tuple[FlatBuffer, int, Slot]]:
-        mask = self._mask(edited).to(control_device(self._group))
-        if self._group.rank != source:
-            mask.zero_()
-        mask = all_reduce(mask, self._group.name)
-        chosen = [
-            (b, i, s) for (b, i, s, _), on in zip(self._watched, mask.tolist(), strict=True) if on
-        ]
-        with torch.no_grad():
-            for _, _, slot in chosen:
-                inner = _inner(slot).detach()
-                # a sum of one rank's values and zeros: the same bits on every rank
-                mine = inner if self._group.rank == source else torch.zeros_like(inner)
-                inner.copy_(all_reduce(mine, self._group.name))
-        return chosen
+
+def _version(slot: Slot) -> int:
+    return sum(tensor._version for tensor in slot.hidden)
 
 
 def _inner(slot: Slot) -> Tensor:
