@@ -55,9 +55,6 @@ MOVES = {
     "to": lambda model, _: model.to(torch.bfloat16),
     "part": lambda model, _: model.blocks[1].fc1.float(),
     "meta": lambda model, _: model.to("meta"),
-    "wrapper": lambda model, group: FullyShardedDataParallel(
-        model, group, device_id=torch.device("cpu")
-    ),
     "assignment": lambda model, _: setattr(
         model.norm, "weight", nn.Parameter(torch.ones(8).double())
     ),
@@ -71,6 +68,18 @@ def moved(group, move, stage):
     with pytest.raises(ConfigError) as caught:
         samples.loss_of(model, *samples.batch(0)).backward()
     return str(caught.value)
+
+
+def wrapped(group):
+    model, _ = held(group, "plain", 3)
+    with pytest.raises(UnsupportedModuleError) as caught:
+        FullyShardedDataParallel(model, group, device_id=torch.device("cpu"))
+    return str(caught.value)
+
+
+def test_fsdp_over_a_sharded_model_is_refused(pool):
+    for told in pool.run(wrapped, world_size=2):
+        assert "part" in told and "Fix: " in told
 
 
 @pytest.mark.parametrize("move", list(MOVES))
