@@ -474,3 +474,26 @@ def test_an_optimizer_made_before_is_told():
         tpk.zero(other)  # another model's optimizer
         manager.optimizer(torch.optim.AdamW)
     assert early.param_groups[0]["params"][0].shape == (samples.VOCAB, samples.WIDTH)
+
+
+def refused_whole(group):
+    """What is refused in the last unit leaves the first one as it was."""
+    told = []
+    for spoil, settings in (
+        (lambda m: m.blocks[-1].fc1.weight.register_hook(lambda g: g), {}),
+        (lambda m: m.blocks[-1].fc1.weight.data.add_(group.rank()), {}),
+        (lambda m: None, {"prefetch_bytes": 100, "strict": True}),
+    ):
+        model = samples.language()
+        before = {name: id(p) for name, p in model.named_parameters()}
+        spoil(model)
+        with pytest.raises((ConfigError, AgreementError)) as caught:
+            tpk.zero(model, group, **settings)
+        told.append(str(caught.value))
+        assert {name: id(p) for name, p in model.named_parameters()} == before
+    return told
+
+
+def test_a_refusal_changes_nothing(pool):
+    for hooks, weights, budget in pool.run(refused_whole, world_size=2):
+        assert "hooks" in hooks and "differs in values" in weights and "prefetch_bytes" in budget

@@ -11,13 +11,41 @@ from tpkernels.comm.group import Group
 from tpkernels.errors import AgreementError, ConfigError, UnsupportedModuleError
 from tpkernels.zero.agreed_settings import other_mesh
 from tpkernels.zero.config import ZeroConfig
-from tpkernels.zero.flat_buffer import FlatBuffer, Owner
+from tpkernels.zero.flat_buffer import FlatBuffer, Owner, local_part
 from tpkernels.zero.gradients import GradientBuffer
+from tpkernels.zero.layout import flat_layout
 from tpkernels.zero.transfers import Transfers
 from tpkernels.zero.unit import Unit
 from tpkernels.zero.units import UnitModules
 
 Named = tuple[str, Tensor, list[Owner]]
+
+
+def check_parameters(planned: list[UnitModules], group: Group, copies: Group | None) -> None:
+    """Refuse parameters that cannot be moved, then weights that differ between the ranks.
+
+    Raises:
+        UnsupportedModuleError, ConfigError, AgreementError: nothing was changed.
+    """
+    for unit in planned:
+        for name, parameter, _ in unit.parameters:
+            _refuse_unsupported(name, parameter)
+    for unit in planned:
+        _check_equal_weights(unit.name, [(n, p, o) for n, p, o in unit.parameters], group, copies)
+
+
+def gathered_bytes(
+    planned: UnitModules, config: ZeroConfig, world: int, device: torch.device
+) -> int:
+    """Bytes that gathering ``planned`` takes, with what it holds while it is on its way."""
+    parameters: list[Named] = [(n, p, list(o)) for n, p, o in planned.parameters]
+    moves = config.offload_optimizer == "cpu" and device.type != "cpu"
+    total = 0
+    for (compute, master, _), these in _by_kind(parameters, config.precision.param_dtype).items():
+        layout = flat_layout([local_part(p).shape for _, p, _ in these], compute.itemsize, world)
+        total += layout.numel * compute.itemsize
+        total += layout.shard_numel * master.itemsize if moves else 0
+    return total
 
 
 def build_unit(
@@ -36,9 +64,6 @@ def build_unit(
     precision = config.precision
     offloads = config.offload_optimizer == "cpu"
     parameters: list[Named] = [(n, p, list(o)) for n, p, o in planned.parameters]
-    for name, parameter, _ in parameters:
-        _refuse_unsupported(name, parameter)
-    _check_equal_weights(planned.name, parameters, group, copies)
     buffers = []
     for (compute, master, _), these in _by_kind(parameters, precision.param_dtype).items():
         buffers.append(

@@ -17,7 +17,7 @@ from tpkernels.shard_spec import spec_of
 from tpkernels.zero.agreed_settings import check_settings
 from tpkernels.zero.byte_sizes import UNLIMITED, format_bytes
 from tpkernels.zero.config import ZeroConfig
-from tpkernels.zero.construct import build_unit
+from tpkernels.zero.construct import build_unit, check_parameters, gathered_bytes
 from tpkernels.zero.engine import Engine
 from tpkernels.zero.manager import ZeroManager
 from tpkernels.zero.materialize import (
@@ -108,6 +108,10 @@ def zero(
     check_initialisers(module, planned)
     copies = group_of(module)
     check_settings(config, planned, group, replicas, copies)
+    check_parameters(planned, group, copies)
+    _tell_oversized(
+        {each.name: gathered_bytes(each, config, group.size, device) for each in planned}, config
+    )
     _tell_optimizers(module)
     seed = None
     if any(each.is_meta for each in (*module.parameters(), *module.buffers())):
@@ -126,7 +130,6 @@ def zero(
         unit.bytes(resident=unit.index in residents, held=not config.reshard_after_forward)
         for unit in built
     ]
-    _tell_oversized(built, config)
     scheduler = make_scheduler(
         sizes,
         config.prefetch_bytes,
@@ -283,11 +286,10 @@ def _residents(units: list[Unit], config: ZeroConfig) -> set[int]:
     return chosen
 
 
-def _tell_oversized(units: list[Unit], config: ZeroConfig) -> None:
+def _tell_oversized(total: dict[str, int], config: ZeroConfig) -> None:
+    """Of ``total`` bytes by unit, say which do not fit a bound."""
     if config.stage < 3:
         return
-    needs = {unit.label: unit.bytes(resident=False, held=False) for unit in units}
-    total = {name: each.gathered + each.staging for name, each in needs.items()}
     for setting, bound in (
         ("prefetch_bytes", config.prefetch_bytes or None),
         ("max_live_bytes", config.max_live_bytes),
@@ -298,7 +300,7 @@ def _tell_oversized(units: list[Unit], config: ZeroConfig) -> None:
         largest = max(over, key=lambda name: total[name])
         text = (
             f"{setting}={format_bytes(bound or 0)} is less than {largest!r} needs, "
-            f"{format_bytes(total[largest])} ({len(over)} of {len(units)} units do not fit); "
+            f"{format_bytes(total[largest])} ({len(over)} of {len(total)} units do not fit); "
             "such a unit is gathered when it is used, not ahead. Fix: "
             f"{setting}={format_bytes(total[largest], round_up=True)!r}, or smaller units="
         )

@@ -71,7 +71,7 @@ class FlatBuffer:
     ) -> None:
         self.group, self._copies = group, copies
         self.trains = parameters[0][1].requires_grad
-        shapes = [_local(parameter).shape for _, parameter, _ in parameters]
+        shapes = [local_part(parameter).shape for _, parameter, _ in parameters]
         self.layout: FlatLayout = flat_layout(shapes, compute_dtype.itemsize, group.size)
         size = self.layout.shard_numel
         self.master = torch.zeros(
@@ -144,7 +144,7 @@ class FlatBuffer:
         return slice(start, start + self.layout.chunk(index, rank).size)
 
     def _slot(self, index: int, name: str, dense: Tensor, owners: list[Owner]) -> Slot:
-        local = _local(dense).detach()
+        local = local_part(dense).detach()
         chunk = self.layout.chunk(index, self.group.rank)
         part = self.master[self.shard_range(index)]
         if not local.is_meta:
@@ -195,7 +195,8 @@ class _Whole(nn.Parameter):
         return f"Parameter containing:\n{self.detach()!r}"
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a parameter that tensor parallelism may have split."""
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     return tensor.plain() if isinstance(tensor, ChunkedTensor) else tensor
