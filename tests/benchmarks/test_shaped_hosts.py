@@ -171,7 +171,8 @@ def test_closing_ends_what_holds_the_namespaces():
 
 
 PARENT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from tpkernels.benchmarks.command import interruptible
 from tpkernels.benchmarks.shaped_hosts import ShapedNetwork, run_ranks
 rank = "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').write(str(os.getpid())); "
