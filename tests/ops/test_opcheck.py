@@ -77,7 +77,8 @@ SAMPLES = {
 def test_every_op_has_an_opcheck_case():
     assert set(OP_NAMES) == set(SAMPLES)
     defined = [name for name in dir(torch.ops.tpkernels) if not name.startswith("_")]
-    assert set(defined) - {"name"} <= set(OP_NAMES)  # none is defined by another road
+    # None is defined by another road, but what moves memory and has no values to check.
+    assert set(defined) - {"name", "exchange_storage_"} <= set(OP_NAMES)
 
 
 @pytest.mark.usefixtures("implementation")
