@@ -23,7 +23,7 @@ BUDGETS = [0, 3000, math.inf]  # none, about one fp32 unit, all
 def cases_of(stage, world):
     """(kind, optimizer, accumulate, prefetch_bytes, dtype); what differs rotates with the world."""
     cases = []
-    few = world > 2 and stage < 3  # ranks share cores: two kinds, other ones each time
+    few = world == 3 or (world > 3 and stage < 3)  # they share cores: two kinds, in turn
     for number, kind in enumerate(KINDS):
         if few and (number + stage + world) % 5 > 1:
             continue
