@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tpkernels.boxes import Box
 from tpkernels.errors import ConfigError, ShardedSaveError, UnsupportedModuleError
@@ -371,6 +372,16 @@ def _cannot_shard_again(spec: ShardSpec) -> str:
         "weights for all. Fix: leave this module out of fully_shard (its ignored_params), or make "
         "the split even (separate q/k/v projections and heads divisible by the tp size)"
     )
+
+
+def local_values(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that may be split, as an ordinary one; not differentiable.
+
+    The same memory: of a DTensor its local tensor, of a :class:`ChunkedTensor` its part.
+    """
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    return tensor.plain() if isinstance(tensor, ChunkedTensor) else tensor
 
 
 def _called_from(module: str) -> bool:

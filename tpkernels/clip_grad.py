@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpkernels.checkpoint import group_of
-from tpkernels.chunked_tensor import ChunkedTensor
+from tpkernels.chunked_tensor import ChunkedTensor, local_values
 from tpkernels.comm.collectives import all_reduce, all_reduce_max
 from tpkernels.comm.group import GroupLike, group_by_name, resolve_group
 from tpkernels.errors import ConfigError
@@ -63,7 +63,7 @@ def clip_grad_norm_(
     with torch.no_grad():
         for _, grad in grads:
             if grad is not None:
-                local = _local(grad)
+                local = local_values(grad)
                 local.mul_(scale.to(local.device, local.dtype))
     return total
 
@@ -77,12 +77,6 @@ def _is_range(parameter: Tensor) -> bool:
     )
 
 
-def _local(grad: Tensor) -> Tensor:
-    if isinstance(grad, DTensor):
-        return grad._local_tensor
-    return grad.plain() if isinstance(grad, ChunkedTensor) else grad
-
-
 def _total_norm(
     grads: list[tuple[Tensor, Tensor | None]], norm_type: float, split_group: GroupLike
 ) -> Tensor:
@@ -90,7 +84,7 @@ def _total_norm(
     sums: dict[tuple[str, ...], Tensor] = {}  # names of the groups to add over -> partial sum
     for parameter, grad in grads:
         names: tuple[str, ...] = ()
-        local = parameter.new_zeros(0) if grad is None else _local(grad).detach()
+        local = parameter.new_zeros(0) if grad is None else local_values(grad).detach()
         wide = local.to(torch.promote_types(local.dtype, torch.float32))
         if isinstance(grad, DTensor):
             names = tuple(str(each.group_name) for each in holders(grad))

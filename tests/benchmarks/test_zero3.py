@@ -362,3 +362,13 @@ def test_the_script_is_the_program(monkeypatch):
         runpy.run_path(str(BENCH / "bench_zero3.py"), run_name="__main__")
     monkeypatch.delitem(sys.modules, "harness", raising=False)
     assert ended.value.code == 7 and given == [["zero3", "--option"]]
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "nan", "soon"])
+def test_a_time_that_is_none_names_its_own_option(text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["zero3", "--seconds", text])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1
+    assert f"'{text}' is not a time" in error and "argument --seconds: " in error
+    assert "--budget" not in error

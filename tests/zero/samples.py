@@ -159,9 +159,9 @@ def full(model):
 def all_sharded(manager):
     """Whether every unit shows shards, and holds no memory but that of residents."""
     units = manager._engine.units
-    return all(not unit.shown for unit in units) and (
-        manager.stats()["stage"] < 3 or not any(unit.is_allocated for unit in units)
-    )
+    allocated = any(buffer.is_allocated for unit in units for buffer in unit.buffers)
+    shown = any(unit.shown for unit in units)
+    return not shown and (manager.stats()["stage"] < 3 or not allocated)
 
 
 def gradients(model):

@@ -58,21 +58,27 @@ def test_a_copy_prefetched_and_skipped_is_not_used_stale(pool, change, stage):
         assert error < 1e-12
 
 
+class StepsData(torch.optim.Optimizer):
+    """Steps ``p.data``, which no version counter sees."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad.data, alpha=-0.1)
+
+
 def stepped_through_data(group, stage):
     """An optimizer that steps ``p.data``, which no version counter sees."""
 
-    class Old(torch.optim.Optimizer):
-        def __init__(self, parameters):
-            super().__init__(parameters, {})
-
-        def step(self):
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.data.add_(parameter.grad.data, alpha=-0.1)
-
     models = [samples.stack(), samples.stack()]
     manager = tpk.zero(models[1], group, stage=stage)
-    optimizers = [Old(models[0].parameters()), manager.optimizer(Old, element_wise=True)]
+    optimizers = [
+        StepsData(models[0].parameters()),
+        manager.optimizer(StepsData, element_wise=True),
+    ]
     for step in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
@@ -291,18 +297,6 @@ def shards_edited_through_data(group):
 
 def test_shards_edited_through_data_while_copies_are_kept(pool):
     assert max(pool.run(shards_edited_through_data, world_size=2)) < 1e-12
-
-
-class StepsData(torch.optim.Optimizer):
-    """Steps ``p.data``, which no version counter sees; not made by ``manager.optimizer``."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-
-    def step(self):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data.add_(parameter.grad.data, alpha=-0.1)
 
 
 def stepped_by_another(group, stage):

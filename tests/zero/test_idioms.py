@@ -210,3 +210,43 @@ def compiled(group):
 
 def keeps_nothing():
     return Stack([nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2)])
+
+
+class MostlyEmpty(nn.Module):
+    """The root has no element, nor has the first unit; the second has 4."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.layers = nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 4), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.layers(x) + self.nothing.sum()
+
+
+def with_empty(group):
+    model = MostlyEmpty()
+    config = tpk.ZeroConfig(units=[nn.Linear], persistence_threshold=5)
+    manager = tpk.zero(model, group, config=config)
+    optimizer = manager.optimizer(torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = manager._engine
+    return samples.full(model), {u.name for u in engine.units if u.index in engine._residents}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_parameters_without_elements(pool):
+    model = MostlyEmpty()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for full, residents in pool.run(with_empty, world_size=4):
+        assert residents == {"(root)", "layers.0", "layers.1"}  # padding does not count
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(full[name], value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,24 @@ def draw(groups: Sequence[Group], target: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or nothing was measured.
     """
+    drawn = [(group, cases) for group in groups if (cases := shown(group))]
+    if not drawn:
+        raise ConfigError(f"--chart {target}: no row has a time. Fix: measure again")
+    widest = max(len(cases) for _, cases in drawn)
+    draw_panels(target, drawn, max(7.0, 0.55 * widest + 2.0), _panel)
+
+
+def draw_panels(
+    target: Path,
+    panels: Sequence[tuple[Any, Any]],
+    width: float,
+    draw_one: Callable[[Any, Any, Any], None],
+) -> None:
+    """Write `target`: one panel below the other, each by `draw_one(axis, *panel)`.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
         import matplotlib
     except ImportError as error:
@@ -30,15 +48,11 @@ def draw(groups: Sequence[Group], target: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "tpkernels"  # the same rows, the same file
     from matplotlib import pyplot
 
-    drawn = [(group, cases) for group in groups if (cases := shown(group))]
-    if not drawn:
-        raise ConfigError(f"--chart {target}: no row has a time. Fix: measure again")
-    widest = max(len(cases) for _, cases in drawn)
-    size = (max(7.0, 0.55 * widest + 2.0), 4.2 * len(drawn))
-    figure, axes = pyplot.subplots(len(drawn), 1, figsize=size, squeeze=False)
+    size = (width, 4.2 * len(panels))
+    figure, axes = pyplot.subplots(len(panels), 1, figsize=size, squeeze=False)
     try:
-        for axis, (group, cases) in zip(axes[:, 0], drawn, strict=True):
-            _panel(axis, group, cases)
+        for axis, panel in zip(axes[:, 0], panels, strict=True):
+            draw_one(axis, *panel)
         figure.tight_layout()
         metadata: dict[str, Any] = {"Date": None} if target.suffix == ".svg" else {}
         figure.savefig(target, dpi=120, metadata=metadata)

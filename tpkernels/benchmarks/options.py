@@ -37,7 +37,7 @@ def seconds(text: str) -> float:
         value = 0.0
     if not 0 < value < 1e8:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a time; allowed: seconds, greater than 0. Fix: --budget 60"
+            f"{text!r} is not a time; allowed: seconds, greater than 0. Fix: for example 60"
         )
     return value
 

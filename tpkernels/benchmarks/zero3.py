@@ -89,15 +89,6 @@ def budget(text: str) -> Budget:
     return text, lambda unit_bytes: size
 
 
-def seconds(text: str) -> float:
-    """An argument's type: a time greater than 0, of `--seconds`."""
-    try:
-        return options.seconds(text)
-    except argparse.ArgumentTypeError as error:
-        named = str(error).replace("--budget 60", f"--seconds {_SECONDS:g}")
-        raise argparse.ArgumentTypeError(named) from None
-
-
 def add_options(parser: CommandParser) -> None:
     parser.add_argument(
         "--hosts", type=host_count, default=2, metavar="N", help="one rank on each (default: 2)"
@@ -146,7 +137,7 @@ def add_options(parser: CommandParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=seconds,
+        type=options.seconds,
         default=_SECONDS,
         help=f"for the rounds; fewer, from 3, where they take longer (default: {_SECONDS:g})",
     )

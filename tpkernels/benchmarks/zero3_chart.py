@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tpkernels.benchmarks.chart import draw_panels
 from tpkernels.benchmarks.zero3_report import Pair, alone, swept
 from tpkernels.benchmarks.zero3_rows import Zero3Row, of_model
 from tpkernels.errors import ConfigError
@@ -19,32 +20,13 @@ def draw(found: Sequence[Zero3Row], target: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or no variant of ours was timed and counted.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError(
-            f"--chart {target}: matplotlib is not installed. Fix: pip install 'tpkernels[bench]'"
-        ) from error
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "tpkernels"  # the same rows, the same file
-    from matplotlib import pyplot
-
     drawn = [(title, pairs) for title, pairs in of_model(found).items() if _counted(pairs)]
     if not drawn:
         raise ConfigError(
             f"--chart {target}: no row of ours has a time and its gathered bytes. "
             "Fix: --sweep, where ours can run"
         )
-    size = (7.0, 4.2 * len(drawn))
-    figure, axes = pyplot.subplots(len(drawn), 1, figsize=size, squeeze=False)
-    try:
-        for axis, (title, pairs) in zip(axes[:, 0], drawn, strict=True):
-            _panel(axis, title, pairs)
-        figure.tight_layout()
-        metadata: dict[str, Any] = {"Date": None} if target.suffix == ".svg" else {}
-        figure.savefig(target, dpi=120, metadata=metadata)
-    finally:
-        pyplot.close(figure)
+    draw_panels(target, drawn, 7.0, _panel)
 
 
 def _counted(pairs: Sequence[Pair]) -> list[Zero3Row]:

@@ -51,7 +51,8 @@ def all_to_all_async(received: Tensor, sent: Tensor, group_name: str) -> Pending
     """Start to send part q of ``sent`` [R * S] to rank q; part r of ``received`` is rank r's."""
     parts, rank = _parts(sent, group_name)
     places, _ = _parts(received, group_name)
-    places[rank].copy_(parts[rank])
+    if parts:
+        places[rank].copy_(parts[rank])
     return _exchange("all_to_all", received, group_name, _DATA, lambda peer: parts[peer], places)
 
 

@@ -9,8 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from tpkernels.errors import ConfigError
-
-UNLIMITED = 2**62  # bytes; what "inf" is read as: fits int64 with room to add a few of them
+from tpkernels.reference.prefetch_scheduler import UNLIMITED as UNLIMITED
 
 _ALLOWED = (
     "a whole number of bytes >= 0, a number with a unit (B, kB, MB, GB, TB for powers of 1000; "

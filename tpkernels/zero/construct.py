@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels import envs
+from tpkernels.chunked_tensor import local_values
 from tpkernels.comm.agreement import check_agreement
 from tpkernels.comm.group import Group
 from tpkernels.errors import AgreementError, ConfigError, UnsupportedModuleError
 from tpkernels.zero.agreed_settings import other_mesh
 from tpkernels.zero.config import ZeroConfig
-from tpkernels.zero.flat_buffer import FlatBuffer, Owner, local_part
+from tpkernels.zero.flat_buffer import FlatBuffer, Owner
 from tpkernels.zero.gradients import GradientBuffer
 from tpkernels.zero.layout import flat_layout
 from tpkernels.zero.transfers import Transfers
@@ -42,7 +43,7 @@ def gathered_bytes(
     moves = config.offload_optimizer == "cpu" and device.type != "cpu"
     total = 0
     for (compute, master, _), these in _by_kind(parameters, config.precision.param_dtype).items():
-        layout = flat_layout([local_part(p).shape for _, p, _ in these], compute.itemsize, world)
+        layout = flat_layout([local_values(p).shape for _, p, _ in these], compute.itemsize, world)
         total += layout.numel * compute.itemsize
         total += layout.shard_numel * master.itemsize if moves else 0
     return total

@@ -56,7 +56,7 @@ class Engine:
         self.reduces = True
         self._world = group_size(group, replicas)
         self._roll = RollCall(
-            group, [unit.label for unit in units], self._explain, config.find_unused_parameters
+            group, [unit.name for unit in units], self._explain, config.find_unused_parameters
         )
         self._backward_runs = False
         self._reduced: set[int] = set()  # in the backward that runs
@@ -312,11 +312,11 @@ class Engine:
 
     def _explain(self, index: int) -> str:
         missing = self.units[index].missing() if self.units[index].has_gradients else []
-        waiting = [unit.label for unit in self.units if unit.has_gradients and unit.missing()]
+        waiting = [unit.name for unit in self.units if unit.has_gradients and unit.missing()]
         if missing:
             return f"here {', '.join(missing[:5])} got no gradient"
         if waiting:
-            unit = next(unit for unit in self.units if unit.label == waiting[0])
+            unit = next(unit for unit in self.units if unit.name == waiting[0])
             return f"here {', '.join(unit.missing()[:5])} of {waiting[0]!r} got no gradient yet"
         return "here every gradient is there"
 

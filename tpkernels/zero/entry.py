@@ -229,7 +229,10 @@ def _groups(mesh: GroupLike) -> tuple[Group, Group | None]:
             "or two of which the first replicates. Fix: mesh['dp_shard'] or "
             "mesh['dp_replicate', 'dp_shard']"
         )
-    return resolve_group(mesh), None
+    group = resolve_group(mesh)
+    if not isinstance(mesh, (DeviceMesh, Group)):  # a bare group has no name for what it does
+        group = Group(group.process_group, None, "dp_shard")
+    return group, None
 
 
 def _device(module: nn.Module, mesh: GroupLike, group: Group) -> torch.device:
@@ -276,7 +279,10 @@ def _residents(units: list[Unit], config: ZeroConfig) -> set[int]:
     """Units that stay gathered: all below stage 3, else the small ones, smallest first."""
     if config.stage < 3:
         return {unit.index for unit in units}
-    sizes = {unit.index: sum(b.layout.numel for b in unit.buffers) for unit in units}
+    sizes = {
+        unit.index: sum(unit.buffers[which].layout.numel_of(i) for which, i, _ in unit.slots())
+        for unit in units
+    }
     chosen, total = set(), 0
     for index in sorted(sizes, key=lambda index: (sizes[index], index)):
         total += sizes[index]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpkernels.chunked_tensor import ChunkedTensor
+from tpkernels.chunked_tensor import ChunkedTensor, local_values
 from tpkernels.comm.group import Group
 from tpkernels.shard_spec import ShardSpec, attach_spec, copied_spec, spec_from_dtensor, spec_of
 from tpkernels.zero.buffer_pool import BufferPool
@@ -71,7 +71,7 @@ class FlatBuffer:
     ) -> None:
         self.group, self._copies = group, copies
         self.trains = parameters[0][1].requires_grad
-        shapes = [local_part(parameter).shape for _, parameter, _ in parameters]
+        shapes = [local_values(parameter).shape for _, parameter, _ in parameters]
         self.layout: FlatLayout = flat_layout(shapes, compute_dtype.itemsize, group.size)
         size = self.layout.shard_numel
         self.master = torch.zeros(
@@ -144,7 +144,7 @@ class FlatBuffer:
         return slice(start, start + self.layout.chunk(index, rank).size)
 
     def _slot(self, index: int, name: str, dense: Tensor, owners: list[Owner]) -> Slot:
-        local = local_part(dense).detach()
+        local = local_values(dense).detach()
         chunk = self.layout.chunk(index, self.group.rank)
         part = self.master[self.shard_range(index)]
         if not local.is_meta:
@@ -193,13 +193,6 @@ class _Whole(nn.Parameter):
         if self.numel() and not self.untyped_storage().nbytes():
             return f"Parameter(whole {tuple(self.shape)}, {self.dtype}, which is not gathered now)"
         return f"Parameter containing:\n{self.detach()!r}"
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a parameter that tensor parallelism may have split."""
-    if isinstance(tensor, DTensor):
-        return tensor._local_tensor
-    return tensor.plain() if isinstance(tensor, ChunkedTensor) else tensor
 
 
 def _like(dense: Tensor, view: Tensor) -> nn.Parameter:

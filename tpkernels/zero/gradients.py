@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from tpkernels.chunked_tensor import ChunkedTensor
+from tpkernels.chunked_tensor import ChunkedTensor, local_values
 from tpkernels.comm.group import Group
 from tpkernels.shard_spec import spec_of
 from tpkernels.zero.flat_buffer import FlatBuffer
@@ -56,9 +55,9 @@ class GradientBuffer:
         place = self.whole[offset : offset + self.buffer.layout.numel_of(index)].view(shape)
         with torch.no_grad():
             if index in self.filled:
-                place.add_(_plain(gradient))
+                place.add_(local_values(gradient))
             else:
-                place.copy_(_plain(gradient))
+                place.copy_(local_values(gradient))
         self.filled.add(index)
 
     def take(self) -> tuple[Tensor, set[int]]:
@@ -135,9 +134,9 @@ class GradientBuffer:
                 new = total[buffer.shard_range(index)]
                 for hook in (shard._backward_hooks or {}).values():
                     if (changed := hook(self._as_part(index, new))) is not None:
-                        new.copy_(_plain(changed))
+                        new.copy_(local_values(changed))
                 if shard.grad is not None:
-                    _plain(shard.grad).add_(new)
+                    local_values(shard.grad).add_(new)
                     continue
                 place = self._shard_gradient(index)
                 if not in_place:
@@ -156,12 +155,6 @@ def mean(parts: Tensor, world: int, out: Tensor | None, like: Tensor) -> Tensor:
     for part in parts[1:]:
         out.add_(part)
     return out.div_(world)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return tensor._local_tensor
-    return tensor.plain() if isinstance(tensor, ChunkedTensor) else tensor
 
 
 def group_size(*groups: Group | None) -> int:

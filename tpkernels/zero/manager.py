@@ -213,7 +213,7 @@ class ZeroManager:
         return made
 
     def _refuse_while_gathered(self, _: Any) -> None:
-        shown = [unit.label for unit in self._engine.units if unit.shown]
+        shown = [unit.name for unit in self._engine.units if unit.shown]
         if shown:
             raise ConfigError(
                 f"optimizer.state_dict() while {shown[0]!r} is gathered: the model shows whole "
@@ -281,6 +281,6 @@ class ZeroManager:
         if not units:
             raise ConfigError(
                 f"{type(module).__name__} holds no unit of this model; the units are "
-                f"{[unit.label for unit in self._engine.units][:8]}. Fix: pass one of their modules"
+                f"{[unit.name for unit in self._engine.units][:8]}. Fix: pass one of their modules"
             )
         return units

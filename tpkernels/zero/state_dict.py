@@ -76,7 +76,7 @@ class _StateDictHooks:
                     continue
                 if unit.shown:
                     raise ConfigError(
-                        f"load_state_dict while {unit.label!r} is gathered: what is loaded would "
+                        f"load_state_dict while {unit.name!r} is gathered: what is loaded would "
                         "be lost. Fix: load outside of manager.gathered() and unshard(); every "
                         "rank takes its part of whole tensors"
                     )

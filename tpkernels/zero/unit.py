@@ -23,7 +23,7 @@ class Unit:
     """Parameters that are gathered and freed together.
 
     Args:
-        name: qualified name of its module; ``""`` is the model itself.
+        name: qualified name of its first module; ``"(root)"`` is the model itself.
         modules: whose forward needs it.
         buffers: flat buffers, in an order that is the same on all ranks.
         gradients: of the buffers that are trained.
@@ -49,11 +49,6 @@ class Unit:
         self.stall_seconds = 0.0
         self.gather_bytes_sent = 0
         self.reduce_bytes_sent = 0
-
-    @property
-    def label(self) -> str:
-        """How messages call it."""
-        return self.name
 
     def bytes(self, *, resident: bool, held: bool) -> UnitBytes:
         """What the scheduler charges for it."""
@@ -109,11 +104,6 @@ class Unit:
         """It was waited for, perhaps on another stream: compute reads it on this one now."""
         for buffer in self.buffers:
             self._transfers.use(buffer)
-
-    @property
-    def is_allocated(self) -> bool:
-        """Whether the whole parameters have memory."""
-        return any(buffer.is_allocated for buffer in self.buffers)
 
     def show_whole(self) -> None:
         """The modules' parameters are the whole ones; counted."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from tpkernels.chunked_tensor import local_values
 from tpkernels.comm.agreement import check_agreement, control_device
 from tpkernels.comm.collectives import all_gather_bytes, all_reduce
 from tpkernels.comm.group import Group
@@ -137,7 +137,7 @@ class WholeEdits:
         ]
 
     def _check_equal(self, edited: list[tuple[Unit, FlatBuffer, int, Slot]]) -> None:
-        values = {slot.name: _inner(slot).detach() for _, _, _, slot in edited}
+        values = {slot.name: local_values(slot.whole).detach() for _, _, _, slot in edited}
         try:
             check_agreement(values, self._group, "edits in gathered()")
         except AgreementError as error:
@@ -157,7 +157,3 @@ class WholeEdits:
 
 def _version(slot: Slot) -> int:
     return sum(tensor._version for tensor in slot.hidden)
-
-
-def _inner(slot: Slot) -> Tensor:
-    return slot.whole._local_tensor if isinstance(slot.whole, DTensor) else slot.whole
