@@ -30,6 +30,7 @@ import tpkernels
 from tpkernels.benchmarks import zero3_limits
 from tpkernels.benchmarks.zero3_limits import Traffic, sharded
 from tpkernels.benchmarks.zero3_model import ModelShape, Transformer, Unit, make_model, sizes
+from tpkernels.modules.parameters import gather_gradient
 
 COMPUTE, DDP, FSDP2, FSDP2_PREFETCH = "compute", "ddp", "fsdp2", "fsdp2 prefetch=2"
 DEEPSPEED, DEEPSPEED_REGATHER, OURS = "deepspeed", "deepspeed regather", "ours"
@@ -138,19 +139,10 @@ class _Ours(Trained):
         self.manager = manager
 
     def gradients(self) -> list[Tensor]:
-        """Each rank puts its part in a whole tensor of zeros; their sum is exact."""
-        found = []
-        for parameter in self.module.parameters():
-            spec = tpkernels.spec_of(parameter)
-            assert spec is not None, "a parameter outside of forward and backward is a shard"
-            gradient = parameter.grad
-            whole = torch.zeros(spec.global_shape, dtype=parameter.dtype)
-            if gradient is not None:  # an empty shard may have none
-                local = gradient.plain() if hasattr(gradient, "plain") else gradient
-                spec.put(local, whole)
-            dist.all_reduce(whole)
-            found.append(whole)
-        return found
+        found = [gather_gradient(parameter, None) for parameter in self.module.parameters()]
+        if any(each is None for each in found):
+            raise RuntimeError("a parameter has no gradient after backward")
+        return found  # type: ignore[return-value]
 
     def stats(self) -> Mapping[str, Any]:
         return dict(self.manager.stats())
@@ -178,7 +170,10 @@ def build(plan: Plan, shape: ModelShape, mesh: DeviceMesh) -> Trained:
         traffic = sharded(cut.units, cut.root, ranks, gather_backward=regather)
         engine = _deepspeed(module, regather)
         return _DeepSpeed(engine, module, traffic, engine)
-    manager = _zero()(module, mesh, stage=3, prefetch_bytes=plan.prefetch_bytes, units=[Unit])
+    assert plan.prefetch_bytes is not None, "of ours"
+    manager = tpkernels.zero(
+        module, mesh, stage=3, prefetch_bytes=plan.prefetch_bytes, units=[Unit]
+    )
     return _Ours(manager, module, sharded(cut.units, cut.root, ranks))
 
 
@@ -231,13 +226,6 @@ def _quiet() -> Iterator[None]:
         finally:
             logging.disable(logging.NOTSET)
             sys.stdout.flush()
-
-
-def _zero() -> Callable[..., Any]:
-    try:
-        return tpkernels.zero
-    except AttributeError as error:
-        raise NotInstalled("this tpkernels has no zero()") from error
 
 
 def _there(parameter: Tensor) -> Tensor:

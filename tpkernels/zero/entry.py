@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpkernels.checkpoint import DATA_GROUP, group_of
+from tpkernels.checkpoint import group_of
 from tpkernels.comm.group import Group, GroupLike, resolve_group
 from tpkernels.errors import ConfigError, TPKernelsWarning, UnsupportedModuleError
 from tpkernels.shard_spec import spec_of
@@ -33,8 +33,6 @@ from tpkernels.zero.streams import StreamTransfers
 from tpkernels.zero.transfers import HostTransfers, Transfers
 from tpkernels.zero.unit import Unit
 from tpkernels.zero.units import find_units
-
-_MANAGER = "_tpkernels_zero_manager"
 
 
 def zero(
@@ -138,10 +136,7 @@ def zero(
         config.reshard_after_backward,
     )
     engine = Engine(module, built, scheduler, group, replicas, config, transfers, residents)
-    manager = ZeroManager(engine)
-    module.__dict__[_MANAGER] = manager
-    module.__dict__[DATA_GROUP] = group
-    return manager
+    return ZeroManager(engine)
 
 
 def _config(config: ZeroConfig | None, given: dict[str, Any], offload_policy: Any) -> ZeroConfig:
