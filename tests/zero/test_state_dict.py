@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import tpkernels as tpk
 from tests.models.zoo import build
 from tests.zero import samples
-from tests.zero.checkpoints import held, train
+from tests.zero.checkpoints import MODELS, groups_of, held, train
 from tpkernels.chunked_tensor import ChunkedTensor
 from tpkernels.errors import ConfigError
 from tpkernels.testing import RankError
@@ -20,8 +20,10 @@ from tpkernels.testing import RankError
 
 def right_after(group, stage):
     """What is saved is the shards, whatever ran or is gathered."""
-    model, optimizer = held(group, "tied", stage)
-    manager = model._tpkernels_zero_manager
+    kind, dtype, compute = MODELS["tied"]
+    model = samples.language(kind, dtype)
+    manager = tpk.zero(model, group, stage=stage, mp_policy=compute)
+    optimizer = manager.optimizer(torch.optim.AdamW, groups_of(model))
     train(model, optimizer, range(1), group.rank(), group.size())
     expected = {key: value.plain().clone() for key, value in model.state_dict().items()}
 
