@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -89,3 +90,26 @@ def test_parameters_that_are_moved_are_noticed(pool, move):
         for message in pool.run(moved, move, stage, world_size=2):
             assert "no longer in the memory that zero() gathers: model.to(), .half()" in message
             assert "Fix: do that before zero()" in message
+
+
+def added(group, where):
+    model = samples.language()
+    manager = tpk.zero(model, group)
+    module, path = (model, "") if where == "root" else (model.blocks[1].fc1, "blocks.1.fc1.")
+    module.adapter = nn.Linear(4, 4, bias=False)
+    told = rf"^{re.escape(path)}adapter\.weight was added or replaced after zero\(\).*Fix: add it"
+    with pytest.raises(ConfigError, match=told):
+        samples.loss_of(model, *samples.batch(0))
+    with pytest.raises(ConfigError, match=told):
+        manager.optimizer(torch.optim.AdamW, lr=1e-3)
+    with torch.no_grad():
+        samples.loss_of(model, *samples.batch(0))  # an evaluation trains nothing
+    module.adapter.requires_grad_(False)
+    samples.loss_of(model, *samples.batch(0)).backward()
+    assert samples.all_sharded(manager)
+
+
+@pytest.mark.parametrize("where", ["root", "block"])
+def test_parameters_added_later_are_refused(pool, where):
+    """Each rank would train its own."""
+    pool.run(added, where, world_size=2)

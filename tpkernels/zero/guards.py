@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from tpkernels.checkpoint import DATA_GROUP
@@ -16,18 +17,26 @@ if TYPE_CHECKING:
     from tpkernels.zero.unit import Unit
 
 
-def attach_guards(engine: Engine) -> None:
-    """Refuse copies and pickles of the model, ``DistributedDataParallel`` over it, and a forward
-    after ``model.to(...)`` took its shards out of the memory that is gathered."""
+def attach_guards(engine: Engine) -> Callable[[], None]:
+    """Refuse copies and pickles of the model, ``DistributedDataParallel`` over it, a forward after
+    ``model.to(...)`` took its shards out of the memory that is gathered, and training what was
+    added to it."""
     for module in engine.module.modules():
         module.__dict__[DATA_GROUP] = engine.group  # a part of the model is sharded over it too
         # pickle and copy.deepcopy look it up on the object
         module.__dict__["__reduce_ex__"] = functools.partial(_refuse_copy, engine.group.rank)
         module.__dict__["_ddp_params_and_buffers_to_ignore"] = _RefuseDDP()
+    slots = [slot for unit in engine.units for _, _, slot in unit.slots()]
+    known = frozenset(id(each) for slot in slots for each in (slot.shard, slot.whole))
+    engine.module.register_forward_pre_hook(
+        lambda root, _: _refuse_added(root, known) if torch.is_grad_enabled() else None,
+        prepend=True,
+    )
     for unit in engine.units:
         check = functools.partial(_check_storage, unit)
         for module in unit.modules:
             module.register_forward_pre_hook(check, prepend=True)
+    return functools.partial(_refuse_added, engine.module, known)
 
 
 def _refuse_copy(rank: int, protocol: Any) -> Any:
@@ -47,6 +56,20 @@ class _RefuseDDP:
             "with rank 0's. Fix: leave it out, zero() reduces the gradients; for replicas of "
             "sharded models, zero(model, mesh['dp_replicate', 'dp_shard'])"
         )
+
+
+def _refuse_added(root: nn.Module, known: Container[int]) -> None:
+    """Raise :class:`ConfigError` for a parameter that trains and whose id is not ``known``."""
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.requires_grad or id(parameter) in known:
+                continue
+            path = next(path for path, each in root.named_modules() if each is module)
+            raise ConfigError(
+                f"{path + '.' if path else ''}{name} was added or replaced after zero(): each rank "
+                "would train its own, on its own gradients. Fix: add it (LoRA, resized embeddings, "
+                "a new head) before zero(), or freeze it"
+            )
 
 
 def _check_storage(unit: Unit, module: nn.Module, args: Any) -> None:

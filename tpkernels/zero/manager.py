@@ -47,7 +47,7 @@ class ZeroManager:
         self._engine = engine
         self._handles: list[UnshardHandle] = []  # that may not have been waited for
         attach_state_dict_hooks(engine)
-        attach_guards(engine)
+        self._refuse_added = attach_guards(engine)
         wrap_save_pretrained(engine.module)
 
     @property
@@ -193,10 +193,12 @@ class ZeroManager:
 
         Raises:
             UnsupportedModuleError: an optimizer that looks at whole parameters.
+            ConfigError: parameters that were added to the model after ``zero``, or are none of it.
 
         Warns:
             TPKernelsWarning: a group without parameters.
         """
+        self._refuse_added()
         made = make_optimizer(
             cls, list(self.parameters()), param_groups, settings, element_wise=element_wise
         )
