@@ -88,7 +88,7 @@ void bind_runtime(py::module_& module) {
           py::arg("indices") = py::none())
       .def("set_budget", event(&Scheduler::set_budget), py::arg("prefetch_bytes"),
            py::arg("max_live_bytes") = kUnlimited)
-      .def("reset", event(&Scheduler::reset))
+      .def("reset", event(&Scheduler::reset), py::arg("forget") = false)
       .def_property_readonly("idle_bytes", &Scheduler::idle_bytes)
       .def_property_readonly("gathered_bytes", &Scheduler::gathered_bytes)
       .def_property_readonly("live_bytes", &Scheduler::live_bytes)

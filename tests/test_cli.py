@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,41 @@ def test_without_torch_it_is_one_line(arguments, status):
     )
     assert done.returncode == status
     assert done.stderr.count("\n") == 1 and "torch is not installed" in done.stderr
+
+
+def test_a_reader_that_leaves_ends_it_quietly():
+    """As `tpkernels doctor --json | head -1` does; `-S` leaves torch out, which takes its time."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tpkernels import cli; "
+        "cli._run = lambda arguments: print('line\\n' * 10**5); sys.exit(cli.main(['doctor']))"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", code],
+            env={},
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+    finally:
+        os.close(write)
+    assert "BrokenPipe" not in done.stderr and done.returncode == cli.READER_LEFT
+
+
+def test_another_broken_pipe_is_an_error(monkeypatch, capfd):
+    monkeypatch.setattr(cli, "_run", lambda arguments: os.write(_broken(), b"x"))
+    with pytest.raises(BrokenPipeError):
+        cli.main(["doctor"])
+
+
+def _broken() -> int:
+    read, write = os.pipe()
+    os.close(read)
+    return write
 
 
 def test_python_dash_m_is_the_command():

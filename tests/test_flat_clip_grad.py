@@ -159,3 +159,18 @@ def test_offloaded_gradients_are_reduced_where_the_group_can_Z_53(monkeypatch):
         ConfigError, match=r"gradients are on 'cpu', but .* only on \['cuda'\]. Fix"
     ):
         clip_grad._reducible_device(cpu, ("7",))
+
+
+def test_bounds_and_orders_that_are_none_are_refused():
+    """A negative bound would turn the gradients round."""
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    for bound in (-1.0, 0, math.nan, True, "1", None, torch.ones(1)):
+        with pytest.raises(ConfigError, match=r"max_norm=.* must be a number > 0\. Fix: "):
+            tpk.clip_grad_norm_([parameter], bound)
+    for order in (0, -2.0, math.nan, True, "inf", None):
+        with pytest.raises(ConfigError, match=r"norm_type=.* must be at least 1, or math\.inf"):
+            tpk.clip_grad_norm_([parameter], 1.0, order)
+    assert torch.equal(parameter.grad, torch.ones(2))
+    assert tpk.clip_grad_norm_([parameter], math.inf, 1) == 2
+    assert torch.equal(parameter.grad, torch.ones(2))

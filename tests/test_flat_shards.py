@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn import functional as F
 
 from tests.test_chunked_tensor import KEEPS, OPTIMIZERS
 from tests.test_shard_spec import numbered
@@ -165,6 +166,19 @@ ELEMENT_WISE = {
     "view": lambda t: t.view(-1),
     "reshape": lambda t: t.reshape(-1),
     "flatten": torch.flatten,
+    "==": lambda t: t == 2,
+    "<": lambda t: t > 3,
+    "ne": lambda t: t.ne(t),
+    "isnan": torch.isnan,
+    "isfinite": lambda t: t.isfinite(),
+    "& ~": lambda t: (t > 1) & ~(t >= 5),
+    "logical_or": lambda t: torch.logical_or(t > 1, t < 0),
+    "round": torch.round,
+    "sin": lambda t: t.sin(),
+    "where": lambda t: torch.where(t > 3, t, torch.zeros(t.shape)),
+    "gelu": nn.functional.gelu,
+    "//": lambda t: t // 2,
+    "long": lambda t: t.long(),
 }
 
 
@@ -175,7 +189,7 @@ def test_the_element_wise_result_of_a_part_is_a_part(how, rank):
         result = ELEMENT_WISE[how](source)
         assert isinstance(result, ChunkedTensor) and result.spec == replace(SPEC, rank=rank)
         assert torch.equal(result.plain(), ELEMENT_WISE[how](source.plain()))
-        for reduced in (torch.Tensor.sum, torch.max):
+        for reduced in (torch.Tensor.sum, torch.max, torch.Tensor.all, torch.any):
             with pytest.raises(UnsupportedModuleError, match=r"part only\. Fix: .*clip_grad_norm_"):
                 reduced(result)
 
@@ -214,7 +228,10 @@ def test_lbfgs_built_by_hand_is_refused():
     assert torch.equal(layer.weight.plain(), before)
 
 
-GATHER = r"gathered only while its unit runs: wrap .*`with manager\.gathered\(module\):`"
+GATHER = (
+    r"gathered only while its unit runs: wrap .*`with manager\.gathered\(module\):`, "
+    r"call model\(x\) and not model\.forward\(x\)"
+)
 USES = {
     "torch.nn.functional.linear": lambda t: nn.functional.linear(torch.ones(4, 7), t),
     "torch.Tensor.(__matmul__|matmul)": lambda t: t @ torch.ones(7),
@@ -241,6 +258,115 @@ def test_a_weight_outside_its_unit_s_forward_is_refused(kind, name):
     )
     with pytest.raises(UnsupportedModuleError, match=message):
         USES[name](kind())
+
+
+def of_two(function, **settings):
+    return lambda t: function(torch.ones(7), t, **settings)
+
+
+SEES_A_PART = {
+    **{name: of_two(getattr(F, name)) for name in ("mse_loss", "l1_loss", "smooth_l1_loss")},
+    **{name: of_two(getattr(F, name)) for name in ("huber_loss", "kl_div", "cross_entropy")},
+    "binary_cross_entropy_with_logits": of_two(F.binary_cross_entropy_with_logits),
+    "mse_loss ": of_two(F.mse_loss, reduction="none"),
+    "dist": lambda t: t.dist(torch.ones(7)),
+    "cosine_similarity": of_two(F.cosine_similarity, dim=0),
+    "pairwise_distance": of_two(nn.PairwiseDistance()),
+    **{name: of_two(getattr(torch, name)) for name in ("cdist", "isin", "equal", "allclose")},
+    **{name: lambda t, name=name: getattr(t, name)(0) for name in ("softmax", "log_softmax")},
+    "special.softmax": lambda t: torch.special.softmax(t, 0),
+    **{
+        name: lambda t, name=name: getattr(torch, name)(t, 0)
+        for name in ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
+    },
+    "topk": lambda t: t.topk(2),
+    "kthvalue": lambda t: t.kthvalue(1),
+    **{
+        name: lambda t, name=name: getattr(torch, name)(t)
+        for name in (
+            *("sort", "argsort", "msort", "mode", "unique", "unique_consecutive", "histc"),
+            *("trapz", "trapezoid", "count_nonzero", "nonzero", "any", "all", "diff", "cov"),
+            *("corrcoef", "argwhere", "gradient"),
+        )
+    },
+    "histogram": lambda t: t.histogram(3),
+    "bincount": lambda t: t.long().bincount(),
+    "flip": lambda t: t.flip(0),
+    "roll": lambda t: t.roll(1),
+    "fft.fft": torch.fft.fft,
+    "aten.sum": torch.ops.aten.sum.default,  # by what it gives, a single number
+    "aten.mean": torch.ops.aten.mean.default,
+}
+
+
+def test_what_depends_on_other_ranks_elements_is_refused():
+    for name, function in SEES_A_PART.items():
+        for one in (part(), nn.Parameter(part())):
+            with pytest.raises(UnsupportedModuleError, match=GATHER):
+                function(one)
+                pytest.fail(f"{name} took the part for the whole")
+    for function in (torch.equal, F.mse_loss, torch.ops.aten.sum.default):
+        with pytest.raises(UnsupportedModuleError, match=GATHER):  # of an empty part likewise
+            function(part(3), *[torch.ones(0)] * (function is not torch.ops.aten.sum.default))
+
+
+PICKS = {
+    "[]": lambda t: t[0],
+    "select": lambda t: t.select(0, 1),
+    "iterate": list,
+    "item": lambda t: t[1].item(),
+    "squeeze": lambda t: t[:1].squeeze(),
+    "take": lambda t: t.take(torch.tensor(1)),
+    "new_zeros": lambda t: t.new_zeros(()),
+    "new_tensor": lambda t: t.new_tensor(1.0),
+    "mask": lambda t: t.detach()[t > 0],
+    "set by mask": lambda t: t.detach().clone().__setitem__(t > 0, 1.0),
+}
+
+
+def test_to_pick_an_element_or_make_a_tensor_is_no_reduction():
+    for name, pick in PICKS.items():
+        for one in (part(), nn.Parameter(part())):
+            assert not isinstance(pick(one), ChunkedTensor), name
+
+
+def test_gradients_of_parts_come_from_backward_alone():
+    weight, x = nn.Parameter(part()), torch.ones(3, requires_grad=True)
+    message = r"autograd\.(grad|backward) with respect to .*\(12, 2\).*p\.grad by loss\.backward"
+    for ask in (
+        lambda: torch.autograd.grad(x.sum(), weight),
+        lambda: torch.autograd.grad([x.sum()], [x, weight], allow_unused=True),
+        lambda: torch.autograd.grad(x.sum(), [weight], allow_unused=True, materialize_grads=True),
+        lambda: x.sum().backward(inputs=[weight]),
+    ):
+        with pytest.raises(UnsupportedModuleError, match=message):
+            ask()
+    assert x.grad is None and weight.grad is None
+    doubled = weight * 2
+    for inputs in (weight, [weight, x], doubled):
+        outputs = [doubled.plain().sum(), x.sum()]
+        found = torch.autograd.grad(outputs, inputs, retain_graph=True)[0]
+        assert found.spec == SPEC and torch.equal(found.plain().unique(), found.plain()[:1])
+    torch.autograd.grad(doubled, x, torch.ones(7), allow_unused=True, retain_graph=True)
+    doubled.plain().sum().backward(inputs=[weight])
+    assert torch.equal(weight.grad.plain(), torch.full((7,), 2.0))
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_zeroed_gradient_is_told_from_an_edited_one(foreach):
+    layer = Layer()
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones(parameter.shape)
+    grads = [parameter.grad for parameter in layer.parameters()]
+    assert all(each.zeroed_version != each._version for each in grads)
+    torch.optim.SGD(layer.parameters(), 0.1, foreach=foreach).zero_grad(set_to_none=False)
+    assert all(each.zeroed_version == each._version > 0 for each in grads)
+    grads[0].add_(1)
+    assert grads[0].zeroed_version != grads[0]._version
+    for zero in (torch.zero_, torch.Tensor.zero_, lambda t: torch._foreach_zero_([t])):
+        zero(grads[0])
+        assert grads[0].zeroed_version == grads[0]._version
+        grads[0].add_(1)
 
 
 def test_a_bias_of_one_element_is_not_broadcast():

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpkernels import envs
 from tpkernels.chunked_tensor import ChunkedTensor
-from tpkernels.comm.group import Group
-from tpkernels.errors import ConfigError
+from tpkernels.comm.agreement import check_agreement
+from tpkernels.comm.group import Group, GroupLike
+from tpkernels.errors import AgreementError, CommunicationError, ConfigError
 from tpkernels.modules.parameters import copy_from_full, gather_full
 
 _GROUP = "_tpkernels_group"  # on the root of a parallelized model
@@ -53,6 +55,7 @@ def full_state_dict(
 
     Collective over all ranks that hold a part: call it on all of them.
     """
+    require_model(model, "full_state_dict")
     group = group_of(model)
     keep = not rank0_only or is_first_rank(group or data_group_of(model))
     result: dict[str, Any] = {}
@@ -94,7 +97,10 @@ def is_first_rank(group: Group | None) -> bool:
 def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Load a whole state dict into a sharded model: every rank takes its part, nothing is sent.
+    """Load a whole state dict into a sharded model: every rank takes its part.
+
+    No weights are sent. Under ``zero`` the ranks compare what they were given (collective; unless
+    ``TPKERNELS_CHECK=off``): call it on all of them.
 
     Args:
         state_dict: whole tensors under the original keys, on every rank.
@@ -105,7 +111,15 @@ def load_full_state_dict(
 
     Raises:
         ConfigError: keys or shapes that do not fit; the model is unchanged then.
+        AgreementError: ranks of a model under ``zero`` were given different values; likewise.
     """
+    require_model(model, "load_full_state_dict")
+    if not isinstance(state_dict, Mapping):
+        raise ConfigError(
+            f"load_full_state_dict: state_dict={shown(state_dict)} must be a dict of whole "
+            "tensors. Fix: load_full_state_dict(model, torch.load(path)), of what "
+            "tpkernels.full_state_dict(model) gave"
+        )
     own = model.state_dict()
     missing = [key for key in own if key not in state_dict]
     unexpected = [key for key in state_dict if key not in own]
@@ -118,12 +132,60 @@ def load_full_state_dict(
     for key in wanted:
         expected, given = global_shape(own[key]), state_dict[key]
         if not isinstance(given, Tensor) or tuple(given.shape) != expected:
-            shown = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
-            raise ConfigError(f"load_full_state_dict: {key} must be {expected}, got {shown}")
+            found = tuple(given.shape) if isinstance(given, Tensor) else shown(given)
+            raise ConfigError(f"load_full_state_dict: {key} must be {expected}, got {found}")
+    if (group := data_group_of(model)) is not None:
+        values = {key: state_dict[key] for key in wanted}
+        check_equal_wholes("load_full_state_dict", values, sharing_meshes(group))
     with torch.no_grad():
         for key in wanted:
             copy_from_full(own[key], state_dict[key])
     return missing, unexpected
+
+
+def check_equal_wholes(
+    what: str, values: Mapping[str, Tensor], groups: Iterable[GroupLike]
+) -> None:
+    """Compare whole tensors that every rank takes its part of, over each of ``groups``.
+
+    Collective where there are any, unless ``TPKERNELS_CHECK=off``.
+
+    Raises:
+        AgreementError: on every rank, naming what differs.
+    """
+    values = {key: value for key, value in values.items() if not value.is_meta}
+    if not values or envs.check() == "off":
+        return
+    for group in groups:
+        if group is None:
+            continue
+        try:
+            check_agreement(values, group, f"{what} of whole tensors")
+        except AgreementError as error:
+            raise AgreementError(
+                f"{str(error).split(' Fix: ')[0]} Each rank takes its part of its own copy: the "
+                "parts would be of different wholes. Fix: load the same file on every rank; "
+                "TPKERNELS_CHECK=off skips the check"
+            ) from error
+        except CommunicationError as error:
+            raise CommunicationError(
+                f"{error} This was {what}, in which the ranks compare whole tensors. Fix: call it "
+                "on every rank, for the same module"
+            ) from error
+
+
+def require_model(model: Any, what: str) -> None:
+    """Raise :class:`ConfigError` unless ``model`` is a module."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{what}: model={shown(model)} must be an nn.Module. Fix: pass the model first"
+        )
+
+
+def shown(value: Any) -> str:
+    """A wrong value and its type, for a message."""
+    text = repr(value)
+    return f"{text if len(text) < 40 else text[:37] + '...'} ({type(value).__name__})"
 
 
 def global_shape(value: Tensor) -> tuple[int, ...]:

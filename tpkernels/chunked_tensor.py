@@ -40,6 +40,8 @@ _ANYWHERE = (
     ("torch.linalg", torch.linalg),
     ("torch.Tensor", torch.Tensor),
     ("torch", torch),
+    ("torch.special", torch.special),
+    ("torch.fft", torch.fft),
 )
 _KEEPS_SPEC = {  # same shape, same meaning: the result is the same part of another global tensor
     *_found(  # an update, a decayed or averaged gradient
@@ -80,7 +82,23 @@ _ELEMENT_WISE = set(  # of a range of a flattened tensor: the result is the same
         *("pow", "__pow__", "__rpow__", "__rsub__", "__rdiv__", "__rtruediv__", "square", "sqrt"),
         *("rsqrt", "reciprocal", "abs", "absolute", "sign", "exp", "expm1", "log", "log1p", "log2"),
         *("log10", "relu", "sigmoid", "tanh", "clamp", "clamp_min", "clamp_max", "clip"),
-        *("maximum", "minimum", "nan_to_num", "true_divide"),
+        *("maximum", "minimum", "nan_to_num", "true_divide", "fmax", "fmin", "fmod", "remainder"),
+        *("isfinite", "isnan", "isinf", "isposinf", "isneginf", "isclose", "signbit", "sgn"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "not_equal", "less", "less_equal", "greater"),
+        *("greater_equal", "logical_and", "logical_or", "logical_xor", "logical_not"),
+        *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"),
+        *("round", "floor", "ceil", "trunc", "frac", "floor_divide", "negative", "positive"),
+        *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh"),
+        *("atanh", "erf", "erfc", "erfinv", "exp2", "logit", "xlogy", "hypot", "copysign"),
+        *("float_power", "logaddexp", "where", "masked_fill", "subtract", "multiply", "divide"),
+        *("gelu", "silu", "elu", "softplus", "softsign", "logsigmoid", "leaky_relu", "hardtanh"),
+        *("threshold", "dropout", "bernoulli"),
+    )
+    | _found(
+        _ANYWHERE[2:3],
+        *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__"),
+        *("__xor__", "__invert__", "__abs__", "__pos__", "__mod__", "__floordiv__"),
+        *("bool", "int", "long", "short", "char", "byte"),
     )
 )
 _FLATTENS = set(_found(_ANYWHERE[2:], "view", "reshape", "flatten", "ravel"))  # what is flat
@@ -108,22 +126,48 @@ _USES_A_WEIGHT = _found(  # what a module does with its weight, which a range of
     *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
     *("transpose", "permute", "movedim", "adjoint", "outer"),
 )
+_SEES_A_PART = _found(  # of a range of a flattened tensor: it depends on the other elements too
+    _ANYWHERE,
+    *(name for name in dir(torch.nn.functional) if name.endswith("_loss")),
+    *("cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"),
+    *("cosine_similarity", "pairwise_distance", "dist", "cdist", "pdist", "cov", "corrcoef"),
+    *("softmax", "log_softmax", "softmin", "gumbel_softmax", "glu", "multinomial"),
+    *("cumsum", "cumprod", "cumsum_", "cumprod_", "cummax", "cummin", "logcumsumexp"),
+    *("trapz", "trapezoid", "cumulative_trapezoid", "diff", "gradient", "flip", "roll"),
+    *("sort", "argsort", "msort", "topk", "kthvalue", "mode", "unique", "unique_consecutive"),
+    *("histc", "histogram", "bincount", "searchsorted", "isin", "count_nonzero", "nonzero"),
+    *("argwhere", "nonzero_static", "any", "all", "equal", "allclose", "diag", "diagflat"),
+    *("kron", "cross", "vander", "combinations", "cartesian_prod", "block_diag"),
+    *("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"),
+)
 _JOINS = _found(  # parts of several wholes, one after another: no part of anything
     _ANYWHERE[2:],
     *("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack"),
     "row_stack",
 )
+_FLAT_REFUSES = {**_USES_A_WEIGHT, **_SEES_A_PART, **_JOINS, **_TRANSPOSES}
+_PICKS = set(  # one of the elements, or a tensor that has nothing to do with them
+    _found(
+        _ANYWHERE[2:],
+        *("__getitem__", "select", "select_copy", "unbind", "unbind_copy", "squeeze", "squeeze_"),
+        *("squeeze_copy", "index_select", "take", "gather", "narrow", "as_strided", "view_as"),
+        *("reshape_as", "expand", "expand_as", "new", "new_tensor", "new_empty", "new_zeros"),
+        *("new_empty_strided", "new_ones", "new_full"),
+    )
+)
+_ZEROES = set(_found(_ANYWHERE[2:], "zero_", "_foreach_zero_"))
+_GRADIENTS = {torch.autograd.grad, torch.autograd.backward}
 _SPLITS = {torch.chunk, torch.Tensor.chunk}  # how fully_shard starts to shard a parameter
 _HANDLED = {  # all others, such as optimizers' in-place updates, run on the part as they are
     *_KEEPS_SPEC,
     *_KEEP_SPECS,
     *_ELEMENT_WISE,
     *_FLATTENS,
-    *_TRANSPOSES,
     *_WANTS_ALL,
-    *_USES_A_WEIGHT,
-    *_JOINS,
+    *_FLAT_REFUSES,
+    *_ZEROES,
     *_SPLITS,
+    *_GRADIENTS,
 }
 
 
@@ -157,6 +201,8 @@ class ChunkedTensor(Tensor):
         with _PLAIN():
             return self.view_as(self)
 
+    zeroed_version = -1  # of it, right after the last zero_()
+
     # Optimizers read these of every parameter, several times a step: without __torch_function__.
 
     is_sparse = False
@@ -187,19 +233,31 @@ class ChunkedTensor(Tensor):
     ) -> Any:
         if func not in _HANDLED:
             with _PLAIN():
-                return func(*args, **(kwargs or {}))
+                result = func(*args, **(kwargs or {}))
+                if type(result) is cls:  # in place
+                    return result
+                first = result[0] if isinstance(result, tuple) and result else result
+                if type(first) is not Tensor or first.dim() or func in _PICKS:
+                    return result
+                name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
+                cls._refuse(name, (*args, *(kwargs or {}).values()), only_flat=True)
+                return result
         if func in _SPLITS and isinstance(args[0], cls):
             raise UnsupportedModuleError(_cannot_shard_again(args[0].spec))
+        if func in _GRADIENTS:
+            return cls._gradients(func, *args, **(kwargs or {}))
         if func in _WANTS_ALL:
             cls._refuse(_WANTS_ALL[func], (*args, *(kwargs or {}).values()))
-        elif func in _USES_A_WEIGHT:
-            cls._refuse(_USES_A_WEIGHT[func], (*args, *(kwargs or {}).values()), only_flat=True)
-        elif func in _JOINS:
-            cls._refuse(_JOINS[func], (*args, *(kwargs or {}).values()), only_flat=True)
-        elif func in _TRANSPOSES:
-            cls._refuse(_TRANSPOSES[func], args, only_flat=True)
+        elif func in _FLAT_REFUSES:
+            cls._refuse(_FLAT_REFUSES[func], (*args, *(kwargs or {}).values()), only_flat=True)
         with _PLAIN():  # below, too: even .shape is slow without
             result = func(*args, **(kwargs or {}))
+            if func in _ZEROES:
+                zeroed = args[0] if args else next(iter((kwargs or {}).values()))
+                for each in zeroed if isinstance(zeroed, (list, tuple)) else (zeroed,):
+                    if isinstance(each, cls):
+                        each.zeroed_version = each._version
+                return result
             if func in _KEEP_SPECS:
                 pairs = zip(result, args[0], strict=True)
                 return [cls._like(*pair, func.__name__) for pair in pairs]
@@ -214,6 +272,33 @@ class ChunkedTensor(Tensor):
                 if func in _FLATTENS and result.shape != source.shape:
                     return result
             return cls._like(result, source, func.__name__)
+
+    @classmethod
+    def _gradients(cls, func: Any, outputs: Any, inputs: Any = None, **settings: Any) -> Any:
+        """``torch.autograd.grad`` or ``backward``: of what was computed with the parts."""
+        with _PLAIN():
+            of = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else (*inputs,)
+            parts = [each for each in of if isinstance(each, cls) and each.spec.dim is None]
+            nodes = _nodes_behind(outputs) if parts else set()
+            leaves = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+            for part in parts:
+                if id(part) not in leaves and part.grad_fn not in nodes:
+                    raise UnsupportedModuleError(
+                        f"torch.autograd.{func.__name__} with respect to "
+                        f"{part._described('global shape')}: the graph holds the gathered "
+                        "parameters, not the parts, and the gradients of whole parameters are "
+                        "reduced into p.grad by loss.backward(). Fix: loss.backward(), then "
+                        "p.grad; for a gradient with respect to inputs, pass the inputs"
+                    )
+            results = func(outputs, inputs=inputs, **settings)
+            if results is None:
+                return None
+            return tuple(
+                cls.wrap(result, given.spec)
+                if isinstance(given, cls) and result is not None and result.shape == given.shape
+                else result
+                for result, given in zip(results, of, strict=True)
+            )
 
     @classmethod
     def _refuse(cls, name: str, values: Any, only_flat: bool = False) -> None:
@@ -231,9 +316,9 @@ class ChunkedTensor(Tensor):
         elif self.spec.dim is None:
             fix = (
                 "this weight is gathered only while its unit runs: wrap the code in `with "
-                "manager.gathered(module):` or make the module that uses it the unit; as an "
-                "optimizer, use an element-wise one such as torch.optim.AdamW; for the norm of all "
-                "gradients, tpkernels.clip_grad_norm_"
+                "manager.gathered(module):`, call model(x) and not model.forward(x), or make the "
+                "module that uses it the unit; as an optimizer, use an element-wise one such as "
+                "torch.optim.AdamW; for the norm of all gradients, tpkernels.clip_grad_norm_"
             )
         else:
             fix = (
@@ -357,6 +442,19 @@ def _place(box: Box) -> Any:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+def _nodes_behind(outputs: Any) -> set[Any]:
+    """Every node of the graph that ``outputs`` were computed by."""
+    nodes: set[Any] = set()
+    ends = (outputs,) if isinstance(outputs, Tensor) else outputs
+    waiting = [getattr(each, "grad_fn", None) or getattr(each, "node", None) for each in ends]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [behind for behind, _ in node.next_functions]
+    return nodes
 
 
 def _cannot_shard_again(spec: ShardSpec) -> str:

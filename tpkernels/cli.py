@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import select
 import sys
 from typing import NoReturn
 
 import tpkernels
 
 USAGE_ERROR = 2
+READER_LEFT = 141  # as a shell says of a program that SIGPIPE ends
 
 # name -> (module with main(argv) -> exit status, whether it needs torch, one line of help)
 COMMANDS = {
@@ -39,6 +42,26 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand and return its exit status."""
     arguments = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()  # here, where the reader's having left can be told from an error
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        return READER_LEFT
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads standard output any more, as in `tpkernels doctor | head -1`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments:
         _parser().print_help(sys.stderr)
         return USAGE_ERROR

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: a model, or parameters in the same order on all ranks.
+        max_norm: > 0; ``math.inf`` measures only.
         group: whose ranks share head-split parameters that do not know it (default: the model's
             own group, or for bare parameters all ranks). DTensors, ``parallelize`` and ``zero``
             tell each parameter its own.
@@ -44,8 +47,15 @@ def clip_grad_norm_(
     Returns:
         The total norm, fp32 (fp64 when a gradient is), the same on all ranks.
     """
-    if not norm_type >= 1.0:
-        raise ConfigError(f"norm_type={norm_type!r} must be at least 1, or math.inf")
+    if not _is_number(max_norm) or not max_norm > 0:
+        raise ConfigError(
+            f"max_norm={max_norm!r} must be a number > 0. Fix: clip_grad_norm_(model, 1.0); "
+            "math.inf measures only, zero_grad() removes gradients"
+        )
+    if not _is_number(norm_type) or not norm_type >= 1.0:
+        raise ConfigError(
+            f"norm_type={norm_type!r} must be at least 1, or math.inf. Fix: norm_type=2.0"
+        )
     if isinstance(parameters, nn.Module):
         split_group = group_of(parameters) if group is None else resolve_group(group)
         parameters = parameters.parameters()
@@ -66,6 +76,10 @@ def clip_grad_norm_(
                 local = local_values(grad)
                 local.mul_(scale.to(local.device, local.dtype))
     return total
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _is_range(parameter: Tensor) -> bool:

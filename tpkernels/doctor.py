@@ -19,6 +19,7 @@ import tpkernels
 from tpkernels import envs, native
 from tpkernels.build.record import BUILD_COMMAND
 from tpkernels.cli import CommandParser
+from tpkernels.cli import main as command
 from tpkernels.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -303,4 +304,4 @@ def _output(command: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command(["doctor", *sys.argv[1:]]))

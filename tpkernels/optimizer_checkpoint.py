@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import numbers
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpkernels.checkpoint import data_group_of, global_shape, group_of, is_first_rank
+from tpkernels.checkpoint import (
+    data_group_of,
+    global_shape,
+    group_of,
+    is_first_rank,
+    require_model,
+    shown,
+)
 from tpkernels.chunked_tensor import ChunkedTensor
 from tpkernels.errors import ConfigError, TPKernelsWarning, UnsupportedModuleError
 from tpkernels.modules.parameters import copy_from_full, gather_full
 
 # State of one number, whatever the parameter's shape, in the optimizers of torch.optim.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+# Settings that older versions of PyTorch lacked, which its load_state_dict fills in.
+_MAY_LACK = frozenset(
+    {"maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
+)
+_DECIDE_FIELDS = ("amsgrad", "momentum", "centered")  # settings by which there are more fields
 
 
 def full_optimizer_state_dict(
@@ -40,6 +53,8 @@ def full_optimizer_state_dict(
     Raises:
         UnsupportedModuleError: the optimizer keeps parts that do not say of which whole.
     """
+    require_model(model, "full_optimizer_state_dict")
+    _require_optimizer(optimizer, "full_optimizer_state_dict")
     group = group_of(model)
     keep = not rank0_only or is_first_rank(group or data_group_of(model))
     names = {identity: name for name, identity in reversed(_identities(model).items())}
@@ -85,8 +100,15 @@ def load_full_optimizer_state_dict(
             of a plain model; on every rank.
 
     Raises:
-        ConfigError: parameters, groups or shapes that do not fit; nothing is changed then.
+        ConfigError: parameters, groups, settings, fields or shapes that do not fit; nothing is
+            changed then.
+
+    Warns:
+        TPKernelsWarning: trained parameters without state, though others have it.
     """
+    require_model(model, "load_full_optimizer_state_dict")
+    _require_optimizer(optimizer, "load_full_optimizer_state_dict")
+    check_whole_state(state_dict)
     identities = _identities(model)
     own = optimizer.state_dict()
     number_of = {id(parameter): number for number, parameter in _numbered(optimizer, own)}
@@ -115,23 +137,36 @@ def load_full_optimizer_state_dict(
             f"load_full_optimizer_state_dict: {len(state_dict['param_groups'])} param_groups, the "
             f"optimizer has {len(groups)}. Fix: build the optimizer with the same groups"
         )
+    names = {
+        number_of[identity]: name
+        for name, identity in reversed(identities.items())
+        if identity in number_of
+    }
     loaded = {"state": state, "param_groups": groups}
-    optimizer.load_state_dict(own_parts(optimizer, loaded))
+    check_settings(optimizer, groups)
+    check_fields(optimizer, loaded, names)
+    optimizer.load_state_dict(own_parts(optimizer, loaded, names))
 
 
-def own_parts(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def own_parts(
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+    names: Mapping[Any, str] | None = None,
+) -> dict[str, Any]:
     """``state_dict`` with this rank's part of every whole tensor in it.
 
-    Its parameters are matched by their places in the groups, as ``Optimizer.load_state_dict`` does.
+    Its parameters are matched by their places in the groups, as ``Optimizer.load_state_dict`` does;
+    ``names`` is how a message calls them.
 
     Raises:
         ConfigError: a tensor of another shape, or another rank's or world's part.
     """
     parameters = dict(_numbered(optimizer, state_dict))
-    numbers = set(_NUMBERS)
+    called = names or {}
+    single = set(_NUMBERS)
     for place, entries in state_dict["state"].items():
         if place in parameters and global_shape(parameters[place]):
-            numbers |= {k for k, v in entries.items() if isinstance(v, Tensor) and v.dim() == 0}
+            single |= {k for k, v in entries.items() if isinstance(v, Tensor) and v.dim() == 0}
     state = {
         place: entries
         if place not in parameters
@@ -139,8 +174,8 @@ def own_parts(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
             key: value
             if not isinstance(value, Tensor)
             else value.clone()
-            if value.dim() == 0 and key in numbers
-            else _own_part(f"{key} of {place!r}", value, parameters[place])
+            if value.dim() == 0 and key in single
+            else _own_part(f"{key} of {called.get(place, place)!r}", value, parameters[place])
             for key, value in entries.items()
         }
         for place, entries in state_dict["state"].items()
@@ -169,6 +204,140 @@ def _with_lost_settings(
         {**own, "params": each["params"]} if number in lost else each
         for number, (own, each) in enumerate(zip(optimizer.param_groups, groups, strict=True))
     ]
+
+
+def _require_optimizer(optimizer: Any, what: str) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"{what}: optimizer={shown(optimizer)} must be a torch.optim.Optimizer. Fix: pass the "
+            "model first, then its optimizer"
+        )
+
+
+def check_whole_state(state_dict: Any) -> None:
+    """Raise :class:`ConfigError` unless it has the form of an optimizer's state dict by name."""
+    is_dict = isinstance(state_dict, Mapping)
+    lacks = [key for key in ("state", "param_groups") if not is_dict or key not in state_dict]
+    wrong = f"{shown(state_dict)} without {' and '.join(map(repr, lacks))}" if lacks else ""
+    if not lacks:
+        state, groups = state_dict["state"], state_dict["param_groups"]
+        if not isinstance(state, Mapping):
+            wrong = f"state={shown(state)}, not a dict"
+        elif not isinstance(groups, (list, tuple)):
+            wrong = f"param_groups={shown(groups)}, not a list"
+        for number, each in enumerate(() if wrong else groups):
+            if not isinstance(each, Mapping) or "params" not in each:
+                wrong = f"param_groups[{number}]={shown(each)}, without 'params'"
+        for name, entries in ({} if wrong else state).items():
+            if not isinstance(entries, Mapping):
+                wrong = f"state of {name!r}={shown(entries)}, not a dict"
+    if wrong:
+        raise ConfigError(
+            f"load_full_optimizer_state_dict: the state dict is {wrong}. Fix: what "
+            "tpkernels.full_optimizer_state_dict(model, optimizer) gave, on every rank (with "
+            "rank0_only=True it is empty on the others)"
+        )
+
+
+def check_settings(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Raise :class:`ConfigError` for groups of another optimizer, or with damaged settings.
+
+    What a scheduler or a user added to a group may be there or not.
+    """
+    for number, (own, given) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        label = f"load_full_optimizer_state_dict: param_groups[{number}] of the state dict"
+        if given.keys() == {"params"}:
+            continue  # own_parts warns
+        lacks = [key for key in optimizer.defaults if key not in given and key not in _MAY_LACK]
+        if lacks:
+            others = sorted(given.keys() - own.keys())
+            raise ConfigError(
+                f"{label} lacks {', '.join(lacks)}, which {type(optimizer).__name__} has"
+                f"{' and has ' + ', '.join(others) if others else ''}: it is damaged or of another "
+                "optimizer. Fix: load it into an optimizer of the class that was saved"
+            )
+        for key in optimizer.defaults:
+            if key in given and not _is_alike(given[key], own[key]):
+                raise ConfigError(
+                    f"{label} has {key}={shown(given[key])} where a value like {own[key]!r} "
+                    "belongs. Fix: load an undamaged file"
+                )
+
+
+def _is_alike(given: Any, own: Any) -> bool:
+    """Whether it may be a setting in the place of ``own``: a number, or numbers."""
+    if isinstance(own, (list, tuple)):
+        alike = isinstance(given, (list, tuple)) and len(given) == len(own)
+        return alike and all(map(_is_alike, given, own))
+    if isinstance(own, bool):
+        return given is None or isinstance(given, int)
+    if not isinstance(own, (int, float, Tensor)):
+        return True
+    return isinstance(given, (numbers.Real, Tensor)) and not isinstance(given, bool)
+
+
+def check_fields(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], names: Mapping[Any, str]
+) -> None:
+    """Raise :class:`ConfigError` for parameters and fields that are missing or unlike the others.
+
+    What the optimizer holds already says what belongs, and else the other parameters of the group.
+
+    Warns:
+        TPKernelsWarning: trained parameters without state, which a fresh optimizer cannot judge.
+    """
+    states = state_dict["state"]
+    if not states:
+        return
+    parameters = dict(_numbered(optimizer, state_dict))
+    fresh: list[str] = []
+    for own, group in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        held: dict[Any, Mapping[str, Any]] = {}
+        if all(own.get(key) == group.get(key) for key in _DECIDE_FIELDS):
+            held = {place: optimizer.state.get(parameters[place], {}) for place in group["params"]}
+        given = [states[place] for place in group["params"] if place in states]
+        others = {key: value for each in given for key, value in each.items()}
+        tensors = {
+            key
+            for each in (*given, *held.values())
+            for key, value in each.items()
+            if isinstance(value, Tensor)
+        }
+        for place in group["params"]:
+            name, made = names.get(place, str(place)), held.get(place) or {}
+            if place not in states:
+                if made:
+                    _refuse_state(f"nothing of {name!r}, of which the optimizer has state")
+                fresh += [name] if parameters[place].requires_grad else []
+                continue
+            entries = states[place]
+            belongs = made.keys() or others.keys()
+            if lacks := sorted(belongs - entries.keys()):
+                _refuse_state(f"no {', '.join(lacks)} of {name!r}")
+            if more := sorted(entries.keys() - belongs):
+                _refuse_state(
+                    f"{', '.join(more)} of {name!r}, which {type(optimizer).__name__} does not keep"
+                )
+            for key, value in entries.items():
+                number = key in _NUMBERS and isinstance(value, (int, float))
+                if key in tensors and not number and not isinstance(value, Tensor):
+                    _refuse_state(f"{shown(value)} as {key} of {name!r}, not a tensor")
+    if fresh:
+        warnings.warn(
+            f"load_full_optimizer_state_dict: the state dict has no state of {len(fresh)} trained "
+            f"parameters ({', '.join(fresh[:5])}), though of others: they start anew, which is "
+            "right if they were never stepped. Fix: if they were, load an undamaged file",
+            TPKernelsWarning,
+            stacklevel=3,
+        )
+
+
+def _refuse_state(what: str) -> NoReturn:
+    raise ConfigError(
+        f"load_full_optimizer_state_dict: the state dict has {what}. Fix: load an undamaged file, "
+        "of an optimizer of the same class and settings; what was saved before a parameter's first "
+        "step goes into a fresh optimizer"
+    )
 
 
 def refuse_unmarked_parts(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

@@ -216,7 +216,7 @@ PrefetchScheduler::Actions PrefetchScheduler::set_budget(int64_t prefetch_bytes,
   return take();
 }
 
-PrefetchScheduler::Actions PrefetchScheduler::reset() {
+PrefetchScheduler::Actions PrefetchScheduler::reset(bool forget) {
   wait_for_reduces(0);
   for (int index = 0; index < static_cast<int>(units_.size()); ++index) {
     change(index, [](Unit& unit) {
@@ -231,6 +231,9 @@ PrefetchScheduler::Actions PrefetchScheduler::reset() {
     }
   }
   order_.expect_nothing();
+  if (forget) {
+    order_ = UseOrder(static_cast<int>(units_.size()));
+  }
   return take();
 }
 

@@ -77,7 +77,7 @@ class PrefetchScheduler {
   Actions invalidate();  // all
   Actions invalidate(const std::vector<int64_t>& indices);
   Actions set_budget(int64_t prefetch_bytes, int64_t max_live_bytes = kUnlimited);
-  Actions reset();
+  Actions reset(bool forget = false);
 
   int64_t idle_bytes() const { return totals_.idle; }
   int64_t gathered_bytes() const { return totals_.gathered; }

@@ -77,7 +77,7 @@ class UseOrder {
   void locate(int unit);
   void predict();
 
-  const int units_;
+  int units_;
   Phase phase_ = Phase::kIdle;
   Pass pass_;
   std::vector<Mode> modes_;  // the newest last

@@ -248,13 +248,13 @@ class Driver:
         self.performer.bounds = (prefetch_bytes, max_live_bytes)
         self.event("set_budget", prefetch_bytes, max_live_bytes)
 
-    def reset(self) -> None:
+    def reset(self, forget: bool = False) -> None:
         self.performer.uses.clear()
         self.performer.collecting.clear()
         self._keep_no_longer(range(len(self.units)))
         self.awaits_backward = False
         self._enter("")
-        self.event("reset")
+        self.event("reset", forget)
         self.check_nothing_is_left()
         assert not self.performer.reducing
 
@@ -379,7 +379,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             compute(unit)
         if accident == "reset":
             self.by_hand.clear()
-            return self.driver.reset()
+            return self.driver.reset(data.draw(st.booleans(), "forget"))
         if accident == "invalidate":
             self.driver.invalidate(data.draw(st.none() | st.lists(st.sampled_from(self.base))))
         if accident == "budget":

@@ -98,6 +98,7 @@ def test_reduce_dtype_goes_into_the_precision_or_contradicts_it():
     assert dataclasses.replace(config, reduce_dtype=torch.bfloat16).precision.reduce_dtype == (
         torch.bfloat16
     )
+    assert ZeroConfig(reduce_dtype="bf16").reduce_dtype is torch.bfloat16
     with pytest.raises(ConfigError, match="differ"):
         ZeroConfig(mp_policy="bf16", reduce_dtype=torch.bfloat16)
 
@@ -110,9 +111,16 @@ def test_reduce_dtype_goes_into_the_precision_or_contradicts_it():
         ({"stage": True}, "stage=True"),
         ({"stage": 3.0}, "stage=3.0"),
         ({"prefetch_bytes": None}, "prefetch_bytes=None"),
+        ({"prefetch_bytes": None}, "Fix: math.inf"),
         ({"max_live_bytes": "64k"}, "max_live_bytes='64k'"),
         ({"mp_policy": "fast"}, "mp_policy='fast'"),
-        ({"reduce_dtype": "fp32"}, "reduce_dtype='fp32'"),
+        ({"reduce_dtype": "int8"}, "None, torch.bfloat16, torch.float32, torch.float64."),
+        ({"mp_policy": torch.int8}, "None, torch.bfloat16, torch.float32, torch.float64."),
+        ({"prefetch_bytes": -1}, "Fix: math.inf"),
+        ({"prefetch_bytes": "-1"}, "Fix: math.inf"),
+        ({"persistence_limit": "10"}, "Fix: persistence_limit=10"),
+        ({"persistence_limit": -1}, "Fix: persistence_limit=None"),
+        ({"persistence_limit": True}, "Fix: persistence_limit=None"),
         ({"reduce_dtype": torch.float16}, "loss scaler"),
         ({"offload_optimizer": "nvme"}, "offload_optimizer='nvme' is not supported"),
         ({"offload_optimizer": "gpu"}, "offload_optimizer='gpu' is not known"),
@@ -136,6 +144,15 @@ def test_what_cannot_work_is_refused_by_name(settings, words):
 def test_hints_are_whole_numbers():
     with pytest.raises(ConfigError, match=r"training\.micro_batch_size=0"):
         TrainingHints(micro_batch_size=0)
+
+
+def test_hints_that_contradict_each_other_are_refused():
+    TrainingHints(8, 16, 2)
+    with pytest.raises(ConfigError, match=r"train_batch_size=7 is not a multiple of .* = 4"):
+        TrainingHints(2, 7, 2)
+    TrainingHints(train_batch_size=8, micro_batch_size=2).check_world(2)
+    with pytest.raises(ConfigError, match="not a multiple of micro_batch_size 2 \\* ranks 3 = 6"):
+        TrainingHints(train_batch_size=8, micro_batch_size=2).check_world(3)
 
 
 def test_the_report_says_what_each_setting_is_and_from_where():

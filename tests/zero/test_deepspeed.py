@@ -112,6 +112,40 @@ def test_elements_become_bytes_of_the_gathered_dtype(other, param_dtype, itemsiz
     assert config.max_live_bytes == 1000 * itemsize
 
 
+def test_precision_that_the_file_leaves_open_is_the_callers():
+    """The note on "auto" names a call that works."""
+    stage3 = {"zero_optimization": {"stage": 3, "max_live_parameters": 1000}}
+    notes = ZeroConfig.from_deepspeed(stage3 | {"bf16": {"enabled": "auto"}}).notes
+    assert any("from_deepspeed(..., mp_policy='bf16') turns it on" in note for note in notes)
+    for other in ({}, {"bf16": {"enabled": "auto"}}, {"bf16": {}}, {"bf16": "auto"}):
+        config = ZeroConfig.from_deepspeed(stage3 | other, mp_policy="bf16")
+        assert config.mp_policy == Precision(torch.bfloat16, torch.float32)
+        assert config.max_live_bytes == 2000
+    assert ZeroConfig.from_deepspeed(
+        stage3, mp_policy="fp32", param_dtype="bf16"
+    ).max_live_bytes == (2000)
+    for enabled in (True, False):
+        with pytest.raises(ConfigError, match=rf"bf16.enabled={enabled} and mp_policy=.*Fix: "):
+            ZeroConfig.from_deepspeed(stage3 | {"bf16": {"enabled": enabled}}, mp_policy="bf16")
+
+
+def test_a_file_is_read_with_its_mark_and_refused_where_it_is_no_text(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 2}}', encoding="utf-8-sig")
+    assert ZeroConfig.from_deepspeed(path).stage == 2
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"cannot be read .*Fix: "):
+        ZeroConfig.from_deepspeed(path)
+
+
+def test_batch_sizes_that_contradict_each_other_are_refused():
+    sizes = {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}
+    with pytest.raises(ConfigError, match=r"train_batch_size=7 .*train_micro_batch_size_per_gpu"):
+        ZeroConfig.from_deepspeed(
+            {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 2, **sizes}
+        )
+
+
 def test_limits_of_zero_and_without_end():
     """Z-50: 0 is visible as no prefetch, whatever the bucket, and a huge limit is no limit."""
     config = zero(max_live_parameters=0, prefetch_bucket_size=5e7)

@@ -9,7 +9,6 @@ import torch
 
 import tpkernels as tpk
 from tests.zero import samples
-from tpkernels.errors import AgreementError, ConfigError
 from tpkernels.testing import count_collectives, max_relative_error
 from tpkernels.zero import ZeroConfig
 
@@ -172,106 +171,6 @@ def test_training_and_evaluation_keep_orders_of_their_own(pool, skips):
         for misses, left in pool.run(evaluation_between, skips, world_size=2):
             assert max(misses["eval"][1:]) <= 1 and max(misses["train"][1:]) <= 1
             assert set(left) == {0}
-
-
-# --- by hand ---
-
-
-def edits_by_hand(group):
-    model = samples.language(dtype=torch.float64)
-    manager = tpk.zero(model, group)
-    rank, told = group.rank(), []
-    before = samples.full(model)
-    with pytest.raises(ConfigError, match="would be lost"), manager.gathered(model.blocks[0]):
-        if rank == 0:
-            with torch.no_grad():
-                model.blocks[0].fc1.weight.add_(1)
-    assert all(torch.equal(v, before[n]) for n, v in samples.full(model).items())
-    with torch.no_grad():
-        with manager.gathered(model, writeback=True):
-            assert model.head.weight.shape == (samples.VOCAB, samples.WIDTH)
-            model.blocks[1].fc1.bias.fill_(2)
-            model.norm.weight[3] = 5
-        with manager.gathered(writeback=True, from_rank=1):
-            model.head.weight.fill_(10 + rank)
-    after = samples.full(model)
-    assert torch.equal(after["blocks.1.fc1.bias"], torch.full((16,), 2.0).double())
-    assert after["norm.weight"][3] == 5
-    assert torch.equal(after["head.weight"], torch.full_like(before["head.weight"], 11))
-    unchanged = set(after) - {"blocks.1.fc1.bias", "norm.weight", "head.weight"}
-    assert all(torch.equal(after[n], before[n]) for n in unchanged)
-    for edit in ("values", "names"):
-        with (
-            pytest.raises(AgreementError, match=r"Fix: make the same edit.*from_rank=0"),
-            manager.gathered(model, writeback=True),
-            torch.no_grad(),
-        ):
-            module = model.blocks[rank if edit == "names" else 0]
-            module.fc1.weight.fill_(rank if edit == "values" else 1)
-    assert all(torch.equal(v, after[n]) for n, v in samples.full(model).items())
-    for settings in ({"from_rank": 0}, {"from_rank": 2, "writeback": True}):
-        with pytest.raises(ConfigError, match="from_rank"), manager.gathered(**settings):
-            pass
-    with pytest.raises(ValueError, match="mine"), manager.gathered(model):
-        raise ValueError("mine")
-    assert samples.all_sharded(manager)
-    return told
-
-
-def test_edits_of_gathered_parameters(pool):
-    """Z-51: refused on all ranks and lost on none; or written back, if they agree."""
-    pool.run(edits_by_hand, world_size=2)
-
-
-def hidden_edits_by_hand(group, stage):
-    """``.data`` moves no version counter: edits through it are found by value."""
-    model = samples.language(dtype=torch.float64)
-    manager = tpk.zero(model, group, stage=stage)
-    rank, (tokens, targets) = group.rank(), samples.batch(0)
-    before = samples.full(model)
-    samples.loss_of(model, tokens, targets).backward()
-    with torch.no_grad():
-        truth = model(tokens)
-    with (
-        pytest.raises(ConfigError, match=r"edited \(blocks.0.fc1.weight\).*would be lost"),
-        manager.gathered(model),
-    ):
-        model.blocks[0].fc1.weight.data[-1].zero_()  # in the last rank's part
-    with pytest.raises(ValueError, match="mine"), manager.gathered(model):
-        model.head.weight.data.zero_()
-        raise ValueError("mine")
-    with torch.no_grad():
-        assert torch.equal(model(tokens), truth)  # no copy with the edit is used
-    assert all(torch.equal(v, before[n]) for n, v in samples.full(model).items())
-    with manager.gathered(model, writeback=True):
-        model.blocks[1].fc1.weight.data[0, 0] = 7  # in the first rank's part
-        with manager.gathered(model.blocks[1]):
-            pass  # the edit is not this one's to judge
-    with manager.gathered(model, writeback=True, from_rank=1):
-        model.head.weight.data.fill_(-0.0 if rank else 3.0)
-    after = samples.full(model)
-    assert after["blocks.1.fc1.weight"][0, 0] == 7
-    assert after["head.weight"].eq(0).all() and after["head.weight"].signbit().all()
-    unchanged = set(after) - {"blocks.1.fc1.weight", "head.weight"}
-    assert all(torch.equal(after[n], before[n]) for n in unchanged)
-    with (
-        pytest.raises(AgreementError, match=r"Fix: make the same edit.*from_rank=0"),
-        manager.gathered(model, writeback=True),
-    ):
-        model.norm.weight.data.fill_(rank)
-    assert all(torch.equal(v, after[n]) for n, v in samples.full(model).items())
-    optimizer = torch.optim.SGD(list(manager.parameters()), lr=0.1)
-    with (
-        pytest.raises(ConfigError, match=r"changed while they were gathered.*Fix: optimizer.step"),
-        manager.gathered(model, writeback=True),
-    ):
-        optimizer.step()  # writing the copy back would undo it
-    return samples.all_sharded(manager)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_edits_of_gathered_parameters_through_data(pool, stage):
-    assert pool.run(hidden_edits_by_hand, stage, world_size=2) == [True, True]
 
 
 def shards_edited_through_data(group):

@@ -66,9 +66,29 @@ MOVES = {
 def moved(group, move, stage):
     model, _ = held(group, "plain", stage)
     MOVES[move](model, group)
+    whole = samples.language("plain", torch.float64).state_dict()
+    for use in (
+        model.state_dict,
+        lambda: tpk.full_state_dict(model),
+        lambda: model.load_state_dict(whole),
+        lambda: tpk.load_full_state_dict(model, whole),
+    ):
+        with pytest.raises(ConfigError, match=r"memory that zero|a tensor of \(4,\)"):
+            use()
     with pytest.raises(ConfigError) as caught:
         samples.loss_of(model, *samples.batch(0)).backward()
     return str(caught.value)
+
+
+def test_a_moved_parameter_is_refused_by_optimizers_and_told_from_its_like():
+    model = samples.language()
+    manager = tpk.zero(model)
+    model.norm.weight.data = torch.ones_like(model.norm.weight.plain())
+    told = r"norm\.weight .* \(now another tensor of torch.float32 on cpu\)\. Fix: do that before"
+    with pytest.raises(ConfigError, match=told):
+        manager.optimizer(torch.optim.AdamW)
+    with pytest.raises(ConfigError, match=told), torch.no_grad():
+        samples.loss_of(model, *samples.batch(0))
 
 
 def wrapped(group):

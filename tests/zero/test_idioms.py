@@ -79,7 +79,47 @@ def loss_of_kept(model, x):
     return sum(h.square().mean() for h in kept) + extra
 
 
+class Aside(nn.Module):
+    """Its loss is found in a dict of its own alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self._aside = nn.Linear(8, 8), {}
+
+    def forward(self, x):
+        self._aside["loss"] = torch.tanh(self.up(x)).square().mean()
+        return x
+
+
+def loss_aside(model, x):
+    model(x)
+    return sum(block._aside["loss"] for block in model.blocks)
+
+
+class WithHead(nn.Module):
+    """A head over a part that users call by itself; its first layer is in the root's unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = keeps_nothing(), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def loss_of_a_part(model, x):
+    return model.body(x).square().mean()
+
+
+def loss_of_whole_and_part(model, x):
+    """The part's input has a gradient, too."""
+    return model(x).square().mean() + model.body(torch.tanh(model.body(x))).mean()
+
+
 IDIOMS = {
+    "keeps its loss aside": (lambda: Stack([Aside() for _ in range(3)]), loss_aside),
+    "a part alone": (WithHead, loss_of_a_part),
+    "the whole and a part": (WithHead, loss_of_whole_and_part),
     "recomputes inside": (lambda: inside(False), loss_inside),
     "recomputes inside, reentrant": (lambda: inside(True), loss_inside),
     "keeps results elsewhere": (keeps, loss_of_kept),

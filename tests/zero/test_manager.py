@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ from torch import nn
 import tpkernels as tpk
 from tests.zero import samples
 from tpkernels.chunked_tensor import ChunkedTensor
-from tpkernels.errors import ConfigError, UnsupportedModuleError
+from tpkernels.errors import AgreementError, ConfigError, ShardedSaveError, UnsupportedModuleError
 from tpkernels.testing import count_collectives, max_relative_error
 from tpkernels.zero import ZeroConfig, ZeroManager
+from tpkernels.zero.config import TrainingHints
 
 
 def one(**settings):
@@ -49,12 +52,40 @@ def gathered_by_hand(group):
         assert torch.equal(parameter, dense[name]), name
     manager.reshard()
     assert samples.all_sharded(manager)
-    with pytest.raises(ConfigError, match="GELU holds no unit of this model; the units are"):
+    with pytest.raises(ConfigError, match="GELU holds no parameter of this model, whose units are"):
         manager.unshard(nn.GELU())
 
 
 def test_unshard_and_reshard(pool):
     pool.run(gathered_by_hand, world_size=2)
+
+
+def test_a_module_inside_a_unit_stands_for_the_unit():
+    manager = one()
+    model = manager.module
+    for module, weight in ((model.head, "head"), (model.blocks[1].fc1, "blocks.1.fc1")):
+        with manager.gathered(module):
+            assert module.weight.dim() == 2
+            shown = {n.rpartition(".")[0] for n, p in model.named_parameters() if p.dim() == 2}
+            assert weight in shown and "blocks.0.fc1" not in shown
+        manager.unshard(module)
+        assert module.weight.dim() == 2
+        manager.reshard(module)
+    assert samples.all_sharded(manager)
+
+
+def test_what_cannot_be_gathered_is_refused():
+    manager = one()
+    for ask in (manager.unshard, manager.reshard, lambda name: manager.gathered(name).__enter__()):
+        with pytest.raises(ConfigError, match=r"module='head' is a str.*Fix: model.get_submodule"):
+            ask("head")
+    for rank in ("0", True, 0.0, 1, -1):
+        with pytest.raises(ConfigError, match=rf"from_rank={rank!r}.*Fix: gathered"):
+            manager.gathered(writeback=True, from_rank=rank).__enter__()
+    for copied in (pickle.dumps, copy.deepcopy, copy.copy):
+        with pytest.raises(ShardedSaveError, match=r"ZeroManager.*Fix: torch.save"):
+            copied(manager)
+    assert samples.all_sharded(manager)
 
 
 def waited_for_late(group):
@@ -437,3 +468,30 @@ def test_a_whole_parameter_that_is_not_gathered_can_be_printed():
         weight = manager.module.head.weight
         assert "which is not gathered" not in repr(weight) and "tensor(" in repr(weight)
     assert repr(weight) == "Parameter(whole (12, 8), torch.float32, which is not gathered now)"
+
+
+def disagreeing(group):
+    """A budget, the units and the precision that differ by rank; and a batch that does not fit."""
+    rank = group.rank()
+    manager = tpk.zero(samples.language(), group)
+    before = manager.stats()
+    for settings in ({"prefetch_bytes": 1000 + rank}, {"max_live_bytes": 10**6 + rank}):
+        name = next(iter(settings))
+        with pytest.raises(AgreementError, match=rf"set_budget\(\): {name} differs .*Fix: give"):
+            manager.set_budget(**settings)
+        assert manager.stats()[name] == before[name]
+    manager.set_budget(prefetch_bytes=2000)
+    units = ["Block", "Linear"][rank]
+    with pytest.raises(AgreementError, match="build the same model and give the same units="):
+        tpk.zero(samples.language(), group, units=units)
+    with pytest.raises(AgreementError) as caught:
+        tpk.zero(samples.language(), group, mp_policy=[None, "bf16"][rank])
+    said = ["None", "param_dtype bfloat16, reduce_dtype float32, inputs cast at every unit"]
+    assert f"it is {said[rank]}. Fix" in str(caught.value)
+    hints = TrainingHints(train_batch_size=8, micro_batch_size=2, gradient_accumulation_steps=1)
+    with pytest.raises(ConfigError, match=r"ranks 2 = 4; .*Fix: train_batch_size=4"):
+        tpk.zero(samples.language(), group, config=ZeroConfig(training=hints))
+
+
+def test_settings_that_differ_by_rank(pool):
+    pool.run(disagreeing, world_size=2)

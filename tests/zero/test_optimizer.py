@@ -245,6 +245,86 @@ def test_what_cannot_step_shards_is_refused_by_name(pool):
     pool.run(refused, world_size=2)
 
 
+def stepped(cls, **settings):
+    model = samples.language()
+    optimizer = tpk.zero(model).optimizer(cls, **settings)
+    train(model, optimizer, range(1))
+    return model, optimizer
+
+
+DAMAGES = {
+    "nothing of 'head.weight', of which the optimizer has": lambda s: s["state"].pop("head.weight"),
+    "no exp_avg of 'head.weight'": lambda s: s["state"]["head.weight"].pop("exp_avg"),
+    "no exp_avg, exp_avg_sq of 'head": lambda s: s["state"].update({"head.weight": {"step": 1}}),
+    r"5 \(int\) as exp_avg of 'head.weight', not a": lambda s: s["state"]["head.weight"].update(
+        exp_avg=5
+    ),
+    "sum of 'head.weight', which AdamW does not keep": lambda s: s["state"]["head.weight"].update(
+        sum=torch.ones(())
+    ),
+    r"exp_avg of 'head.weight' must be whole, of .* got \(2, 2\)": lambda s: s["state"][
+        "head.weight"
+    ].update(exp_avg=torch.ones(2, 2)),
+    r"param_groups\[0\].* has lr='x' \(str\) where a value like 0.01": lambda s: s["param_groups"][
+        0
+    ].update(lr="x"),
+    r"has betas=\[0.9, 'x'\]": lambda s: s["param_groups"][0].update(betas=[0.9, "x"]),
+    r"param_groups\[0\].* lacks lr, which AdamW": lambda s: s["param_groups"][0].pop("lr"),
+    "without 'param_groups'": lambda s: s.pop("param_groups"),
+    "without 'state' and 'param_groups'": lambda s: s.clear(),
+    r"state=5 \(int\), not a dict": lambda s: s.update(state=5),
+    r"param_groups=5 \(int\), not a list": lambda s: s.update(param_groups=5),
+    r"param_groups\[0\]={} \(dict\), without 'params'": lambda s: s.update(param_groups=[{}]),
+    "state of 'head.weight'=5": lambda s: s["state"].update({"head.weight": 5}),
+}
+
+
+def test_a_damaged_whole_state_is_refused_by_name():
+    model, optimizer = stepped(torch.optim.AdamW, lr=0.01)
+    whole = tpk.full_optimizer_state_dict(model, optimizer)
+    load = tpk.load_full_optimizer_state_dict
+    fresh_model = samples.language()
+    fresh = tpk.zero(fresh_model).optimizer(torch.optim.AdamW, lr=0.01)
+    for told, damage in DAMAGES.items():
+        state = copy.deepcopy(whole)
+        damage(state)
+        for target in ((model, optimizer), (fresh_model, fresh)):
+            if target[1] is fresh and "of which" in told + "of which" * ("does not keep" in told):
+                continue  # it cannot know
+            with pytest.raises(ConfigError, match=told):
+                load(*target, state)
+    assert not fresh.state
+    found = tpk.full_optimizer_state_dict(model, optimizer)["state"]
+    assert all(torch.equal(found[n][k], v) for n, s in whole["state"].items() for k, v in s.items())
+    lost = copy.deepcopy(whole)
+    del lost["state"]["head.weight"]
+    with pytest.warns(TPKernelsWarning, match=r"no state of 1 trained parameters \(head\.weight\)"):
+        load(fresh_model, fresh, lost)
+    for wrong in (5, [whole]):
+        with pytest.raises(ConfigError, match=r"without 'state' and 'param_groups'.*Fix: "):
+            load(model, optimizer, wrong)
+
+
+def test_what_fits_an_optimizer_is_its_class_not_its_age():
+    model, optimizer = stepped(torch.optim.AdamW, lr=0.01)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # adds initial_lr
+    whole = tpk.full_optimizer_state_dict(model, optimizer)
+    load = tpk.load_full_optimizer_state_dict
+    with pytest.raises(ConfigError, match=r"lacks momentum, dampening, nesterov, which SGD has"):
+        load(*stepped(torch.optim.SGD, lr=0.1, momentum=0.9), whole)
+    with pytest.raises(ConfigError, match=r"lacks betas, eps, amsgrad"):
+        other = stepped(torch.optim.SGD, lr=0.1, momentum=0.9)
+        load(model, optimizer, tpk.full_optimizer_state_dict(*other))
+    other = stepped(torch.optim.AdamW, lr=0.01, amsgrad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(*other, whole)  # amsgrad is off after it, and with it a field
+        for group in whole["param_groups"]:
+            del group["decoupled_weight_decay"], group["foreach"]  # of an older PyTorch
+        load(*stepped(torch.optim.AdamW, lr=0.01), whole)
+        load(*stepped(torch.optim.AdamW, lr=0.01), {**whole, "state": {}})
+
+
 def parts_of_another(group, parts):
     model = scaled()
     optimizer = tpk.zero(model, group).optimizer(torch.optim.AdamW)

@@ -87,7 +87,7 @@ def test_a_later_field_of_the_policy_left_at_its_default_is_no_error():
 @pytest.mark.parametrize(
     ("precision", "words"),
     [
-        (AS_IS, "none"),
+        (AS_IS, "None"),
         (
             Precision(BF16, FP32),
             "param_dtype bfloat16, reduce_dtype float32, inputs cast at every unit",

@@ -205,3 +205,47 @@ def late(group):
 def test_a_late_rank_is_an_error_within_the_limit(pools):
     message, _ = pools(2).run(late)
     assert "failed on rank 0: no sign of life from rank 1" in message
+
+
+def goes_on(group):
+    """Rank 0 alone fails in a forward, once, after orders were learned."""
+    rank, world = group.rank(), group.size()
+    model = samples.stack()
+    manager = tpk.zero(model, group, prefetch_bytes="1MiB")
+    optimizer = manager.optimizer(torch.optim.SGD, lr=0.1)
+    failed, fails = [], iter([False, False, True])
+
+    def fail(*_):
+        if rank == 0 and next(fails, False):
+            raise ArithmeticError
+
+    model.blocks[2].register_forward_pre_hook(fail)
+    step = 0
+    while step < 5:
+        try:
+            model(samples.floats(step, rank, world)).square().mean().backward()
+        except (ArithmeticError, AgreementError) as error:
+            failed.append(type(error))
+            if error.args and len(failed) == (2 if rank == 0 else 1):
+                optimizer.zero_grad()
+                manager.reset()
+            continue  # the same batch once more
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+    return failed, samples.full(model)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_parted_go_on_after_a_reset(pool, world):
+    model = samples.stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        for rank in range(world):
+            (model(samples.floats(step, rank, world)).square().mean() / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank, (failed, full) in enumerate(pool.run(goes_on, world_size=world, timeout=60)):
+        assert failed == ([ArithmeticError] if rank == 0 else []) + [AgreementError]
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(full[name], value, rtol=1e-9, atol=1e-12)

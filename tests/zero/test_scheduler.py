@@ -125,6 +125,16 @@ def test_hits_recover_within_one_step_after_the_order_changed(units, more, data)
                 assert misses == wasted == 0
 
 
+@pytest.mark.parametrize(("forget", "misses"), [(False, 0), (True, 2)])
+def test_a_reset_may_forget_the_orders(forget, misses):
+    driver = Driver(equal_units(4), prefetch_bytes=10)
+    for _ in range(2):
+        driver.forward([3, 1, 2, 0], "eval", trains=False)
+    driver.reset(forget)
+    driver.invalidate()
+    assert spent(driver, lambda: driver.forward([3, 1, 2, 0], "eval", trains=False))[2] == misses
+
+
 def test_an_order_that_returns_is_expected_to_stay():
     """Z-3: A A A B B B A A A, of which B followed A before."""
     driver = Driver(equal_units(4), prefetch_bytes=10)

@@ -14,7 +14,7 @@ from tests.models.zoo import build
 from tests.zero import samples
 from tests.zero.checkpoints import MODELS, groups_of, held, train
 from tpkernels.chunked_tensor import ChunkedTensor
-from tpkernels.errors import ConfigError
+from tpkernels.errors import AgreementError, CommunicationError, ConfigError
 from tpkernels.testing import RankError
 
 
@@ -109,6 +109,69 @@ def test_model_states_that_do_not_fit(pool):
     for world in (2, 3):  # the other rank's, another world's
         with pytest.raises(RankError, match=r"holds another part.*Fix: .*checkpoint, which resh"):
             pool.run(load_parts_of, parts, world_size=world)
+
+
+def load_unlike(group):
+    """Ranks that load other files would gather a mixture."""
+    model = samples.language("tied")
+    tpk.zero(model, group)
+    before = samples.full(model)
+    other = samples.language("tied", seed=group.rank())
+    for load, what in (
+        (lambda: model.load_state_dict(other.state_dict()), "load_state_dict"),
+        (lambda: model.head.load_state_dict(other.head.state_dict()), "load_state_dict"),
+        (lambda: tpk.load_full_state_dict(model, other.state_dict()), "load_full_state_dict"),
+    ):
+        told = rf"{what} of whole tensors: '.*' differs in values.*Fix: load the same file on every"
+        with pytest.raises(AgreementError, match=told):
+            load()
+    found = samples.full(model)
+    assert all(torch.equal(found[key], value) for key, value in before.items())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TPKERNELS_CHECK", "off")
+        model.load_state_dict(other.state_dict())
+    part = model.head.weight.detach()
+    return torch.equal(part.plain(), part.spec.take(other.head.weight.detach()))
+
+
+def test_whole_tensors_that_differ_between_ranks_are_refused(pool):
+    assert pool.run(load_unlike, world_size=2) == [True, True]
+
+
+def test_a_load_that_other_ranks_do_not_make_says_so(monkeypatch):
+    def alone(*_):
+        raise CommunicationError("all_gather failed.")
+
+    model = samples.language()
+    whole = model.state_dict()
+    tpk.zero(model)
+    monkeypatch.setattr("tpkernels.checkpoint.check_agreement", alone)
+    with pytest.raises(CommunicationError, match=r"failed\. This was load_state_dict.*every rank"):
+        model.load_state_dict(whole)
+
+
+def test_what_is_no_model_or_state_is_refused():
+    model = samples.language()
+    manager = tpk.zero(model)
+    optimizer = manager.optimizer(torch.optim.SGD, lr=0.1)
+    for use, told in (
+        (lambda: tpk.full_state_dict(5), r"full_state_dict: model=5 \(int\) must be an nn.Module"),
+        (lambda: tpk.load_full_state_dict(model, 5), r"state_dict=5 \(int\) must be a dict"),
+        (lambda: tpk.load_full_state_dict({}, {}), r"model={} \(dict\) must be an nn.Module"),
+        (lambda: tpk.full_optimizer_state_dict(model, 5), r"optimizer=5 \(int\) must be a torch"),
+        (lambda: tpk.full_optimizer_state_dict(5, optimizer), r"model=5 \(int\) must be an nn"),
+        (
+            lambda: tpk.load_full_optimizer_state_dict(optimizer, model, {}),
+            r"must be an nn.Module\. Fix: pass the model first",
+        ),
+        (
+            lambda: manager.optimizer(torch.optim.SGD, model, lr=1),
+            r"a Language; .*Fix: .*model\.pa",
+        ),
+        (lambda: manager.optimizer(torch.optim.SGD, 3, lr=1), r"param_groups is a int; .*Fix: "),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            use()
 
 
 # --- Hugging Face ---

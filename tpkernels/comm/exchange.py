@@ -10,6 +10,7 @@ started in the same order on all ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from tpkernels.comm.group import group_by_name
 
 # Above what callers number their own messages with; control messages and data do not mix.
 _DATA, _CONTROL = 0x54504B00, 0x54504B01
+_restarts: Counter[str] = Counter()  # of each group: messages of before are never received
 
 
 class _Works:
@@ -64,6 +66,14 @@ def all_gather_bytes_async(row: Tensor, group_name: str) -> Pending:
     return _exchange("all_gather", rows, group_name, _CONTROL, lambda _: parts[rank], parts)
 
 
+def restart(group_name: str) -> None:
+    """From here on, what a rank sent before and nobody received is ignored; call it on all ranks.
+
+    For after ranks parted: the next exchange would receive what was meant for another one.
+    """
+    _restarts[group_name] += 1
+
+
 def _parts(tensor: Tensor, group_name: str) -> tuple[list[Tensor], int]:
     """The equal parts of ``tensor``, one a rank, as bytes; and this rank's number."""
     group = group_by_name(group_name)
@@ -85,6 +95,7 @@ def _exchange(
     group = group_by_name(group_name)
     if group is None or result.numel() == 0:
         return Pending(None, result, operation, group_name)
+    tag += 2 * _restarts[group_name]
     works: list[Any] = []
     for distance in range(1, group.size()):  # each rank begins with another one
         target = (group.rank() + distance) % group.size()

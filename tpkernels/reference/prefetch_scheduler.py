@@ -282,8 +282,11 @@ class PrefetchScheduler:
         self._settle()
         return self._take()
 
-    def reset(self) -> list[Action]:
-        """After an error: everything in flight is waited for, and all but residents freed."""
+    def reset(self, forget: bool = False) -> list[Action]:
+        """After an error: everything in flight is waited for, and all but residents freed.
+
+        ``forget``: the orders too, which ranks that parted may know differently.
+        """
         self._wait_for_reduces(0)
         for index, unit in enumerate(self._units):
             unit.uses, unit.collecting = 0, False
@@ -293,6 +296,8 @@ class PrefetchScheduler:
             elif unit.gathered:
                 self._wait(index)
         self._order.expect_nothing()
+        if forget:
+            self._order = UseOrder(len(self._units))
         return self._take()
 
     # --- what there is ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from tpkernels.comm.collectives import all_gather_bytes
 from tpkernels.comm.group import Group
 from tpkernels.errors import AgreementError
 from tpkernels.zero.config import ZeroConfig
+from tpkernels.zero.policies import Precision
 from tpkernels.zero.units import UnitModules
 
+_Setting = tuple[str, Any, str]  # name, what is compared, how a message shows it
 _NOT_COMPARED = ("units", "training", "notes", "origins")  # units: what they come to is
 
 
@@ -34,10 +37,42 @@ def check_settings(
     Raises:
         AgreementError: naming the setting, the ranks that differ, and what it is here.
     """
+
+    def fix(name: str) -> str:
+        if not name.startswith("units"):
+            return f"give the same {name} on every rank"
+        same = " and give the same units=" if name == "units" else ""
+        return f"build the same model{same} on every rank{other_mesh(copies)}"
+
+    _compare("zero()", lambda: _settings(config, planned), fix, group, replicas)
+
+
+def check_budget(
+    prefetch_bytes: int, max_live_bytes: int | None, group: Group, replicas: Group | None
+) -> None:
+    """Raise on every rank unless all have these bounds; as :func:`check_settings`."""
+    bounds: list[_Setting] = [
+        ("prefetch_bytes", prefetch_bytes, repr(prefetch_bytes)),
+        ("max_live_bytes", max_live_bytes, repr(max_live_bytes)),
+    ]
+
+    def fix(name: str) -> str:
+        return f"give the same {name} on every rank"
+
+    _compare("set_budget()", lambda: bounds, fix, group, replicas)
+
+
+def _compare(
+    what: str,
+    said: Callable[[], list[_Setting]],
+    fix: Callable[[str], str],
+    group: Group,
+    replicas: Group | None,
+) -> None:
     groups = [each for each in (group, replicas) if each is not None and each.size > 1]
     if envs.check() == "off" or not groups:
         return
-    settings = _settings(config, planned)
+    settings = said()
     row = torch.tensor(
         [dist.get_rank(), *(_digest(compared) for _, compared, _ in settings)], dtype=torch.int64
     )
@@ -47,13 +82,10 @@ def check_settings(
     for column, (name, _, shown) in enumerate(settings, 1):
         others = [str(row[0]) for row in rows if row[column] != rows[0][column]]
         if others:
-            is_units = name.startswith("units")
             raise AgreementError(
-                f"zero(): {name} differs between the ranks: rank {', '.join(others)} from rank "
-                f"{rows[0][0]}; here, on rank {dist.get_rank()}, it is {shown}. Fix: "
-                + ("build the same model" if is_units else f"give the same {name}")
-                + f" on every rank{other_mesh(copies) if is_units else ''}; TPKERNELS_CHECK=off "
-                "skips the check"
+                f"{what}: {name} differs between the ranks: rank {', '.join(others)} from rank "
+                f"{rows[0][0]}; here, on rank {dist.get_rank()}, it is {shown}. Fix: {fix(name)}; "
+                "TPKERNELS_CHECK=off skips the check"
             )
 
 
@@ -67,13 +99,14 @@ def other_mesh(copies: Group | None) -> str:
     )
 
 
-def _settings(config: ZeroConfig, planned: list[UnitModules]) -> list[tuple[str, Any, str]]:
-    """(name, what is compared, how a message shows it), the same names on all ranks."""
-    result = []
+def _settings(config: ZeroConfig, planned: list[UnitModules]) -> list[_Setting]:
+    """The same names on all ranks."""
+    result: list[_Setting] = []
     for each in dataclasses.fields(config):
         if each.name not in _NOT_COMPARED:
             value = getattr(config, each.name)
-            result.append((each.name, value, repr(value)))
+            shown = str(value) if isinstance(value, Precision) else repr(value)
+            result.append((each.name, value, shown))
     parameters = [each for unit in planned for each in unit.parameters]
     names = [(unit.name, [each.fqn for each in unit.parameters]) for unit in planned]
     labels = ", ".join(unit.name for unit in planned[:4]) + (", ..." if len(planned) > 4 else "")

@@ -72,7 +72,16 @@ def _fix(value: Any) -> str:
     letter = match[2][:1].upper() if match else ""
     if match and letter in set("KMGTPE"):
         return f' Fix: write "{match[1]}{letter}iB" or "{match[1]}{letter}B"'
+    if value is None or _is_negative(value):
+        return " Fix: math.inf to set no bound"
     return ' Fix: write it with its unit, such as "256MiB"'
+
+
+def _is_negative(value: Any) -> bool:
+    try:
+        return float(value) < 0
+    except (TypeError, ValueError):
+        return False
 
 
 def format_bytes(size: int, *, round_up: bool = False) -> str:

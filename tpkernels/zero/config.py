@@ -18,7 +18,7 @@ from tpkernels.zero.policies import (
     Precision,
     check_dtype,
     check_offload_device,
-    refuse_fp16,
+    dtype_named,
     resolve_mp_policy,
 )
 
@@ -47,6 +47,28 @@ class TrainingHints:
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
             _whole(f"training.{each.name}", getattr(self, each.name), 1, or_none=True)
+        self.check_world(None)
+
+    def check_world(self, world: int | None) -> None:
+        """Raise ConfigError unless the batches agree; ``world``: ranks that share a batch."""
+        whole = self.train_batch_size
+        known = {
+            "micro_batch_size": self.micro_batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "ranks": world,
+        }
+        part = math.prod(each for each in known.values() if each is not None)
+        exact = None not in known.values()
+        if whole is None or (whole == part if exact else whole % part == 0):
+            return
+        said = " * ".join(f"{name} {value}" for name, value in known.items() if value is not None)
+        said += f" = {part}" if "*" in said else ""
+        raise ConfigError(
+            f"train_batch_size={whole} is not {'' if exact else 'a multiple of '}{said}; "
+            "allowed: train_batch_size = micro_batch_size (train_micro_batch_size_per_gpu) * "
+            "gradient_accumulation_steps * data-parallel ranks. Fix: "
+            + (f"train_batch_size={part}" if exact else "leave one of them out")
+        )
 
 
 @dataclass(frozen=True)
@@ -61,7 +83,8 @@ class ZeroConfig:
             unit in use is never refused; None (or infinite): no bound.
         units: what is gathered together, see :func:`tpkernels.zero.units.find_units`.
         mp_policy: what :func:`tpkernels.zero.policies.resolve_mp_policy` reads; kept as Precision.
-        reduce_dtype: dtype in which gradients are summed over ranks; None: as mp_policy says.
+        reduce_dtype: dtype, or its name, in which gradients are summed over ranks; None: as
+            mp_policy says.
         offload_optimizer: "none" or "cpu": where optimizer state and master shards live.
         pin_memory: offload to page-locked memory.
         reshard_after_forward: free a unit after its forward and gather it again in backward.
@@ -131,8 +154,8 @@ class ZeroConfig:
         object.__setattr__(self, name, value)  # frozen for everyone else
 
     def _check_reduce_dtype(self) -> None:
+        self._set("reduce_dtype", dtype_named(self.reduce_dtype))
         check_dtype(self.reduce_dtype, "reduce_dtype")
-        refuse_fp16(self.reduce_dtype, "reduce_dtype")
         other = self.mp_policy.reduce_dtype
         if None not in (self.reduce_dtype, other) and self.reduce_dtype != other:
             raise ConfigError(
@@ -159,6 +182,7 @@ class ZeroConfig:
         *,
         hidden_size: int | None = None,
         param_dtype: torch.dtype | str | None = None,
+        mp_policy: Any = None,
     ) -> ZeroConfig:
         """The config that a DeepSpeed JSON file or its dict means.
 
@@ -169,7 +193,9 @@ class ZeroConfig:
             path_or_dict: a JSON file, or what it holds.
             hidden_size: of the model; resolves "auto" as Hugging Face's Trainer does.
             param_dtype: in which parameters are gathered: DeepSpeed counts elements, we count
-                bytes; None: bfloat16 where the bf16 section is on, else float32.
+                bytes; None: bfloat16 where the bf16 section is on, else as ``mp_policy`` says.
+            mp_policy: as of ``ZeroConfig``, where the file leaves it open ("auto", or no bf16
+                section); None: float32 there.
 
         Raises:
             ConfigError: an unknown key, values that contradict each other, or that cannot be
@@ -180,7 +206,7 @@ class ZeroConfig:
         """
         from tpkernels.zero.deepspeed import read_deepspeed
 
-        return cls(**read_deepspeed(path_or_dict, hidden_size, param_dtype))
+        return cls(**read_deepspeed(path_or_dict, hidden_size, param_dtype, mp_policy))
 
     def report(self) -> str:
         """A table of setting, value and where it is from, then the notes on each key read."""
@@ -243,7 +269,17 @@ def _whole(name: str, value: Any, least: int, *, or_none: bool = False) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         allowed = f"{'None or ' if or_none else ''}a whole number >= {least}"
-        raise ConfigError(f"{name}={value!r}; allowed: {allowed}. Fix: {name}={least}")
+        fix = _near(value, least, None if or_none else least)
+        raise ConfigError(f"{name}={value!r}; allowed: {allowed}. Fix: {name}={fix}")
+
+
+def _near(value: Any, least: int, otherwise: int | None) -> int | None:
+    """The whole number that ``value`` seems to mean."""
+    try:
+        number = math.ceil(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return otherwise
+    return number if number >= least and not isinstance(value, bool) else otherwise
 
 
 def _check_norm(value: Any) -> None:

@@ -15,6 +15,8 @@ from tpkernels.zero.config import ZeroConfig
 from tpkernels.zero.flat_buffer import FlatBuffer, Owner
 from tpkernels.zero.gradients import GradientBuffer
 from tpkernels.zero.layout import flat_layout
+from tpkernels.zero.memory_overlap import refuse_overlaps
+from tpkernels.zero.policies import FP16_REFUSED
 from tpkernels.zero.transfers import Transfers
 from tpkernels.zero.unit import Unit
 from tpkernels.zero.units import UnitModules
@@ -22,8 +24,15 @@ from tpkernels.zero.units import UnitModules
 Named = tuple[str, Tensor, list[Owner]]
 
 
-def check_parameters(planned: list[UnitModules], group: Group, copies: Group | None) -> None:
+def check_parameters(
+    planned: list[UnitModules],
+    group: Group,
+    copies: Group | None,
+    param_dtype: torch.dtype | None = None,
+) -> None:
     """Refuse parameters that cannot be moved, then weights that differ between the ranks.
+
+    ``param_dtype``: in which they will compute; None: in their own.
 
     Raises:
         UnsupportedModuleError, ConfigError, AgreementError: nothing was changed.
@@ -31,6 +40,8 @@ def check_parameters(planned: list[UnitModules], group: Group, copies: Group | N
     for unit in planned:
         for name, parameter, _ in unit.parameters:
             _refuse_unsupported(name, parameter)
+            _refuse_fp16(name, parameter, param_dtype)
+    refuse_overlaps([(each.fqn, each.parameter) for unit in planned for each in unit.parameters])
     for unit in planned:
         _check_equal_weights(unit.name, [(n, p, o) for n, p, o in unit.parameters], group, copies)
 
@@ -132,6 +143,14 @@ def _refuse_unsupported(name: str, parameter: Tensor) -> None:
         raise ConfigError(
             f"{name} has a gradient already, which would be lost. Fix: model.zero_grad() before "
             "zero()"
+        )
+
+
+def _refuse_fp16(name: str, parameter: Tensor, param_dtype: torch.dtype | None) -> None:
+    if parameter.requires_grad and parameter.dtype is torch.float16 and param_dtype is None:
+        raise ConfigError(
+            f"{name} is trained in torch.float16, which {FP16_REFUSED} Fix: model.float() or "
+            "model.bfloat16() before zero(), or mp_policy='bf16'; frozen parameters may be float16"
         )
 
 

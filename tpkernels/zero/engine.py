@@ -60,6 +60,7 @@ class Engine:
         )
         self._backward_runs = False
         self._reduced: set[int] = set()  # in the backward that runs
+        self._used: set[tuple[int, int, int]] = set()  # (unit, buffer, place): real gradients here
         # Without gathers to keep ranks in step, only the end of backward is the same on all.
         self._reduces_late = config.find_unused_parameters and config.stage < 3
         self._backward: weakref.ref[_Backward] | None = None
@@ -67,7 +68,7 @@ class Engine:
         self._versions = [self._version(unit) for unit in units]
         self._residents = set(residents)
         self._outdated: set[int] = set()  # units whose copy, if there is one, is of older weights
-        self._may_be_stepped: set[int] = set()  # units with new gradients since they were compared
+        self._suspects: set[int] = set()  # residents that may differ from their shards
         self._root = next((unit for unit in units if module in unit.modules), None)
         self.by_hand: Counter[int] = Counter()  # units gathered by hand, how often
         self._borrows_root = False  # a part of the model was called by itself
@@ -108,16 +109,21 @@ class Engine:
 
     # --- forward ---
 
-    def begin_forward(self, module: nn.Module) -> None:
-        """``module`` is entered, and none around it runs."""
+    def begin_forward(self, module: nn.Module) -> Unit | None:
+        """``module`` is entered, and none around it runs; the unit that it may use besides its own.
+
+        A part of the model, called by itself, may use parameters that are in the root's unit.
+        """
         self.recover()
         self.notice_edits()
         self.notice_hidden_edits()
         trains = torch.is_grad_enabled()
         self.perform(self.scheduler.begin_forward(self.mode or _mode(trains), trains))
-        if self._root is not None and module is not self.module:
-            self.use(self._root, True)
-            self._borrows_root = True
+        if self._root is None or module is self.module:
+            return None
+        self.use(self._root, True)
+        self._borrows_root = True
+        return self._root
 
     def end_forward(self, output: Any) -> None:
         """It is left."""
@@ -150,6 +156,7 @@ class Engine:
         self._backward_runs = True
         self.notice_edits()
         self._reduced.clear()
+        self._used.clear()
         for unit in self.units:
             unit.arrived.clear()
             for collected in unit.gradients:
@@ -208,12 +215,15 @@ class Engine:
 
     def _reduce(self, unit: Unit) -> None:
         self._reduced.add(unit.index)
-        self._may_be_stepped.add(unit.index)
+        self._suspects.add(unit.index)
         if self.config.find_unused_parameters:
-            for which, index, _ in unit.lacking():
-                if not unit.has_gradients:
-                    self.perform(self.scheduler.collect(unit.index))
-                unit.collect(which, index, torch.zeros(()))
+            if not unit.has_gradients:
+                self.perform(self.scheduler.collect(unit.index))
+            lacking = {each[:2] for each in unit.lacking()}
+            self._used |= {
+                (unit.index, *each[:2]) for each in unit.trained() if each[:2] not in lacking
+            }
+            unit.fill_lacking()
         unit.arrived.clear()  # a second round of gradients is complete on its own
         self.perform(self.scheduler.reduce(unit.index))
 
@@ -230,7 +240,46 @@ class Engine:
                     collected.mark_collected()
         self._backward_runs = False
         self.perform(self.scheduler.end_backward())
+        if self.config.find_unused_parameters and self.reduces:
+            self._install_doubtful()
         self.settle()
+
+    def _install_doubtful(self) -> None:
+        """Parameters that got a gradient on some ranks only get it; on none, they get none."""
+        trained = [(unit.index, *each[:2]) for unit in self.units for each in unit.trained()]
+        device = control_device(self.group)
+        mask = torch.tensor([each in self._used for each in trained], dtype=torch.int32).to(device)
+        for group in (self.group, self.replicas):
+            if group is not None:
+                mask = all_reduce_max(mask, group.name)
+        used = {each for each, on in zip(trained, mask.tolist(), strict=True) if on}
+        for unit in self.units:
+            for which, gradient in enumerate(unit.gradients):
+                gradient.install_doubtful({i for u, w, i in used if (u, w) == (unit.index, which)})
+
+    def refuse_unreduced(self, does: str, shards: Collection[int] | None = None) -> None:
+        """Raise if parameters have gradients that were only collected, which ``does`` cannot see.
+
+        ``shards``: ids of those that matter; None: all.
+        """
+        if self._backward_runs:  # an optimizer that steps each parameter when its gradient is there
+            return
+        waiting = []
+        for unit in self.units:
+            for collected in unit.gradients:
+                collected.forget_zeroed()
+            waiting += [
+                slot.name
+                for which, index, slot in unit.trained()
+                if index in unit.gradients[which].filled
+                and (shards is None or id(slot.shard) in shards)
+            ]
+        if waiting:
+            raise ConfigError(
+                f"{does} while gradients that no_sync() collected wait to be reduced "
+                f"({', '.join(waiting[:5])}): it would not see them. Fix: run the last backward of "
+                "a step outside no_sync(), or drop them with zero_grad()"
+            )
 
     # --- staleness and errors ---
 
@@ -251,12 +300,17 @@ class Engine:
             self._outdated |= edited
             self.perform(self.scheduler.invalidate(sorted(edited)))
 
+    def suspect(self, unit: Unit) -> None:
+        """Its copy may have been edited: compare it before the next forward."""
+        self._suspects.add(unit.index)
+
     def notice_hidden_edits(self) -> None:
         """The same for edits that no version shows (through ``.data``), by value; collective.
 
         Asked of copies that are there and should be of the newest weights: those kept for a
         backward that has not come, and residents with new gradients, which an optimizer may have
-        stepped. A training step with a torch optimizer has neither, and pays nothing.
+        stepped, or that were gathered by hand. A training step with a torch optimizer has neither,
+        and pays nothing.
         """
         if self._backward_runs:
             return
@@ -266,9 +320,9 @@ class Engine:
             if self.scheduler.is_gathered(unit.index)
             and unit.index not in self._outdated
             and not self.by_hand[unit.index]  # edits of these are gathered()'s to judge
-            and (unit.index not in self._residents or unit.index in self._may_be_stepped)
+            and (unit.index not in self._residents or unit.index in self._suspects)
         ]
-        self._may_be_stepped.clear()
+        self._suspects.clear()
         if not compared:
             return
         indices = [unit.index for unit in compared]
@@ -301,7 +355,10 @@ class Engine:
         for unit in self.units:
             unit.drain()
             unit.hide()
-        self.scheduler.reset()
+        restarts = self._roll.is_broken and self._transfers.restart()
+        if restarts:
+            self._roll.restart()
+        self.scheduler.reset(restarts)
         # What was decided need not have been done: nothing that is there is trusted.
         self.scheduler.invalidate(range(len(self.units)))
         for unit in self.units:

@@ -98,15 +98,17 @@ def zero(
     config = _config(config, given, offload_policy)
     if not isinstance(module, nn.Module):
         raise ConfigError(f"module must be an nn.Module, got {type(module).__name__}")
+    _refuse_scripted(module)
     _refuse_sharded(module)
     _refuse_embeddings(module)
     group, replicas = _groups(mesh)
     device = _device(module, mesh, group)
     planned = find_units(module, config.units, param_dtype=config.precision.param_dtype)
     check_initialisers(module, planned)
+    config.training.check_world(group.size * (1 if replicas is None else replicas.size))
     copies = group_of(module)
     check_settings(config, planned, group, replicas, copies)
-    check_parameters(planned, group, copies)
+    check_parameters(planned, group, copies, config.precision.param_dtype)
     _tell_oversized(
         {each.name: gathered_bytes(each, config, group.size, device) for each in planned}, config
     )
@@ -159,6 +161,16 @@ def _config(config: ZeroConfig | None, given: dict[str, Any], offload_policy: An
             f"{both[0]}=...), or leave config out"
         )
     return config
+
+
+def _refuse_scripted(module: nn.Module) -> None:
+    for name, each in module.named_modules():
+        if isinstance(each, torch.jit.ScriptModule):
+            raise UnsupportedModuleError(
+                f"{name or 'model'} was made by torch.jit.script or torch.jit.trace, whose "
+                "parameters cannot be replaced by shards. Fix: give zero() the module it was made "
+                "of"
+            )
 
 
 def _refuse_sharded(module: nn.Module) -> None:

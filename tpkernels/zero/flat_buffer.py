@@ -43,6 +43,7 @@ class Slot:
     shard: nn.Parameter
     hidden: list[Tensor]  # tensors whose version says whether the memory is there
     versions: list[int]
+    place: Tensor  # where the whole is gathered, whatever a user made of `whole`
 
 
 class FlatBuffer:
@@ -162,7 +163,7 @@ class FlatBuffer:
                 setattr(shard, key, value)
                 setattr(whole, key, value)
         inner = whole._local_tensor if isinstance(whole, DTensor) else whole
-        return Slot(name, owners, whole, shard, [inner], [inner._version])
+        return Slot(name, owners, whole, shard, [inner], [inner._version], view.data)
 
     def _spec(self, index: int, dense: Tensor) -> ShardSpec:
         world = self.group.size

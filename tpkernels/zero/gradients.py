@@ -9,15 +9,18 @@ shard.grad         [S], in the master dtype: set, or added to what is there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor
 
 from tpkernels.chunked_tensor import ChunkedTensor, local_values
 from tpkernels.comm.group import Group
+from tpkernels.errors import ConfigError
 from tpkernels.shard_spec import spec_of
 from tpkernels.zero.flat_buffer import FlatBuffer
+
+_HOLDERS = 2  # of the memory of all shards' gradients: the flat tensor, and its storage in Python
 
 
 class GradientBuffer:
@@ -33,7 +36,9 @@ class GradientBuffer:
         self.whole: Tensor | None = None
         self._kept: Tensor | None = None
         self.filled: set[int] = set()
-        self._marks: dict[int, int] = {}  # version of the shard's gradient when it was collected
+        self._missed: set[int] = set()  # filled with zeros, since this rank brought none
+        self._doubtful: dict[int, Tensor] = {}  # reduced, of these: perhaps no rank brought any
+        self._marks: dict[int, tuple[Tensor, int]] = {}  # what was shown after collecting, version
 
     @property
     def nbytes(self) -> int:
@@ -60,9 +65,17 @@ class GradientBuffer:
                 place.copy_(local_values(gradient))
         self.filled.add(index)
 
-    def take(self) -> tuple[Tensor, set[int]]:
-        """(the whole gradients, which parameters have one); zero elsewhere; then there are none."""
-        whole, filled = self.whole, self.filled
+    def fill(self, index: int) -> None:
+        """Parameter ``index`` got no gradient here, and counts as zero if it did elsewhere."""
+        self.add(index, torch.zeros(()))
+        self._missed.add(index)
+
+    def take(self) -> tuple[Tensor, set[int], set[int]]:
+        """(the whole gradients, which parameters have one, which of them by :meth:`fill`).
+
+        Zero where there is none; then there are no gradients any more.
+        """
+        whole, filled, missed = self.whole, self.filled, self._missed
         assert whole is not None
         covered = 0
         for index, offset in enumerate(self.buffer.layout.offsets):
@@ -70,8 +83,9 @@ class GradientBuffer:
                 whole[covered:offset].zero_()
                 covered = offset + self.buffer.layout.numel_of(index)
         whole[covered:].zero_()
-        self.whole, self.filled = None, set()
-        return whole, filled
+        self.whole, self.filled, self._missed = None, set(), set()
+        self._marks.clear()
+        return whole, filled, missed
 
     def give_back(self, whole: Tensor) -> bool:
         """The reduction of ``whole`` is complete; whether its memory is kept."""
@@ -85,20 +99,47 @@ class GradientBuffer:
 
         So that ``zero_grad`` is noticed: it forgets what was collected, too.
         """
+        self._leave_held_memory()
         for index in self.filled:
             shard = self.buffer.slots[index].shard
             if shard.grad is None:
                 self._shard_gradient(index).zero_()
                 shard.grad = self._as_part(index, self._shard_gradient(index))
-            self._marks[index] = shard.grad._version
+            self._marks[index] = (shard.grad, shard.grad._version)
 
     def forget_zeroed(self) -> None:
-        """Forget what was collected for shards whose gradient was zeroed or removed since."""
-        for index, version in self._marks.items():
-            gradient = self.buffer.slots[index].shard.grad
-            if gradient is None or gradient._version != version:
-                self.filled.discard(index)
-        self._marks.clear()
+        """Forget what was collected for shards whose gradient was zeroed or removed since.
+
+        Raises:
+            ConfigError: one was changed otherwise, which what was collected would not follow.
+        """
+        for index, (shown, version) in list(self._marks.items()):
+            slot = self.buffer.slots[index]
+            now = slot.shard.grad
+            if now is shown and now._version == version:
+                continue
+            if now is not None and getattr(now, "zeroed_version", -1) <= version:
+                raise ConfigError(
+                    f"the gradient of {slot.name} was changed (scaled, clipped) while what "
+                    "no_sync() collected of it waits to be reduced, and would not follow. Fix: "
+                    "change gradients after the backward outside no_sync(), which reduces them; "
+                    "zero_grad() drops them"
+                )
+            self.filled.discard(index)
+            del self._marks[index]
+
+    def _leave_held_memory(self) -> None:
+        """What somebody keeps of earlier gradients stays as it is: new ones go elsewhere."""
+        if (own := self.buffer.gradient) is None:
+            return
+        storage = own.untyped_storage()
+        gradients = (slot.shard.grad for slot in self.buffer.slots)
+        shown = sum(
+            each is not None and local_values(each).untyped_storage()._cdata == storage._cdata
+            for each in gradients
+        )
+        if torch._C._storage_Use_Count(storage._cdata) > _HOLDERS + shown:
+            self.buffer.gradient = None
 
     def _shard_gradient(self, index: int) -> Tensor:
         """Where the shard's gradient of one parameter is kept, with a version of its own."""
@@ -115,34 +156,62 @@ class GradientBuffer:
     def drop(self) -> list[Tensor]:
         """Forget what was collected; the memory that was held."""
         held = [each for each in (self.whole, self._kept) if each is not None]
-        self.whole, self._kept, self.filled = None, None, set()
+        self.whole, self._kept, self.filled, self._missed = None, None, set(), set()
         self._marks.clear()
+        self._doubtful.clear()
         return held
 
-    def install(self, parts: Tensor, filled: Iterable[int], world: int) -> None:
-        """Sum ``parts`` [R, S] over R, divide by ``world``, and give each shard its gradient."""
+    def install(
+        self, parts: Tensor, filled: Iterable[int], missed: Collection[int], world: int
+    ) -> None:
+        """Sum ``parts`` [R, S] over R, divide by ``world``, and give each shard its gradient.
+
+        Those of ``missed`` wait for :meth:`install_doubtful`.
+        """
         buffer = self.buffer
-        shards = {index: buffer.slots[index].shard for index in sorted(filled)}
-        in_place = len(shards) == len(buffer.slots) and all(
-            shard.grad is None for shard in shards.values()
+        self._leave_held_memory()
+        given = [index for index in sorted(filled) if index not in missed]
+        in_place = len(given) == len(buffer.slots) and all(
+            slot.shard.grad is None for slot in buffer.slots
         )
         with torch.no_grad():
             if in_place and buffer.gradient is None:
                 buffer.gradient = torch.empty_like(buffer.master)
             total = mean(parts, world, buffer.gradient if in_place else None, buffer.master)
-            for index, shard in shards.items():
+            for index in given:
+                self._give(index, total[buffer.shard_range(index)], in_place)
+            for index in missed:
                 new = total[buffer.shard_range(index)]
-                for hook in (shard._backward_hooks or {}).values():
-                    if (changed := hook(self._as_part(index, new))) is not None:
-                        new.copy_(local_values(changed))
-                if shard.grad is not None:
-                    local_values(shard.grad).add_(new)
-                    continue
-                place = self._shard_gradient(index)
-                if not in_place:
-                    place.copy_(new)
-                shard.grad = self._as_part(index, place)
-        for shard in shards.values():
+                before = self._doubtful.get(index)
+                self._doubtful[index] = new.clone() if before is None else before.add_(new)
+        self._call_hooks(given)
+
+    def install_doubtful(self, used: Collection[int]) -> None:
+        """Give the shards of :meth:`fill` their gradients, where a rank brought one (``used``)."""
+        doubtful, self._doubtful = self._doubtful, {}
+        given = [index for index in sorted(doubtful) if index in used]
+        with torch.no_grad():
+            for index in given:
+                self._give(index, doubtful[index], False)
+        self._call_hooks(given)
+
+    def _give(self, index: int, new: Tensor, in_place: bool) -> None:
+        """The gradient ``new`` to one shard; ``in_place``: it lies where it is kept."""
+        shard = self.buffer.slots[index].shard
+        for hook in (shard._backward_hooks or {}).values():
+            if (changed := hook(self._as_part(index, new))) is not None:
+                new.copy_(local_values(changed))
+        if shard.grad is not None:
+            local_values(shard.grad).add_(new)
+            return
+        place = self._shard_gradient(index)
+        if not in_place:
+            place.copy_(new)
+        shard.grad = self._as_part(index, place)
+
+    def _call_hooks(self, given: list[int]) -> None:
+        for index in given:
+            shard = self.buffer.slots[index].shard
             for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(shard)
 

@@ -7,20 +7,25 @@ from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tpkernels.checkpoint import DATA_GROUP
 from tpkernels.errors import ConfigError, ShardedSaveError
 
 if TYPE_CHECKING:
     from tpkernels.zero.engine import Engine
+    from tpkernels.zero.flat_buffer import Slot
     from tpkernels.zero.unit import Unit
 
 
 def attach_guards(engine: Engine) -> Callable[[], None]:
     """Refuse copies and pickles of the model, ``DistributedDataParallel`` over it, a forward after
     ``model.to(...)`` took its shards out of the memory that is gathered, and training what was
-    added to it."""
+    added to it.
+
+    Returns:
+        Raises if something was added or taken out of that memory.
+    """
     for module in engine.module.modules():
         module.__dict__[DATA_GROUP] = engine.group  # a part of the model is sharded over it too
         # pickle and copy.deepcopy look it up on the object
@@ -33,10 +38,16 @@ def attach_guards(engine: Engine) -> Callable[[], None]:
         prepend=True,
     )
     for unit in engine.units:
-        check = functools.partial(_check_storage, unit)
+        check = functools.partial(_check_unit, unit)
         for module in unit.modules:
             module.register_forward_pre_hook(check, prepend=True)
-    return functools.partial(_refuse_added, engine.module, known)
+
+    def check_all() -> None:
+        _refuse_added(engine.module, known)
+        for unit in engine.units:
+            _check_unit(unit)
+
+    return check_all
 
 
 def _refuse_copy(rank: int, protocol: Any) -> Any:
@@ -72,25 +83,39 @@ def _refuse_added(root: nn.Module, known: Container[int]) -> None:
             )
 
 
-def _check_storage(unit: Unit, module: nn.Module, args: Any) -> None:
+def _check_unit(unit: Unit, *_: Any) -> None:
+    """Raise :class:`ConfigError` unless all parameters are in the memory that is gathered."""
     if unit.shown:
         return  # it was checked when it was gathered
     for buffer in unit.buffers:
-        master = buffer.master
-        address = master.untyped_storage()._cdata
         for slot in buffer.slots:
-            shard = slot.shard
-            in_place = shard.dtype is master.dtype and shard.untyped_storage()._cdata == address
-            if in_place and all(
-                owner._parameters.get(name) is shard for owner, name in slot.owners
-            ):
-                continue
-            owner, name = slot.owners[0]
-            now = owner._parameters.get(name)
-            what = "gone" if now is None else f"{now.dtype} on {now.device}"
-            raise ConfigError(
-                f"{slot.name} is no longer in the memory that zero() gathers: model.to(), .half(), "
-                f".cuda(), a wrapper or an assignment replaced it (now {what}, the shards are "
-                f"{master.dtype} on {master.device}). Fix: do that before zero(); mp_policy= sets "
-                "the dtype that computes, manager.gathered(module, writeback=True) edits values"
-            )
+            check_slot(slot, buffer.master)
+
+
+def check_slot(slot: Slot, master: Tensor) -> None:
+    """The same of one parameter, which is not gathered now."""
+    shard = slot.shard
+    in_place = (
+        shard.dtype is master.dtype
+        and shard.untyped_storage()._cdata == master.untyped_storage()._cdata
+    )
+    moved = next(
+        ((owner, name) for owner, name in slot.owners if owner._parameters.get(name) is not shard),
+        None if in_place else slot.owners[0],
+    )
+    if moved is None:
+        return
+    owner, name = moved
+    now = owner._parameters.get(name)
+    if now is None:
+        what = "gone"
+    elif (now.dtype, now.device) == (master.dtype, master.device):
+        what = f"another tensor of {now.dtype} on {now.device}"
+    else:
+        what = f"{now.dtype} on {now.device}, the shards are {master.dtype} on {master.device}"
+    raise ConfigError(
+        f"{slot.name} is no longer in the memory that zero() gathers: model.to(), .half(), "
+        f".cuda(), a wrapper or an assignment replaced it (now {what}). Fix: do that before "
+        "zero(); mp_policy= sets the dtype that computes, manager.gathered(module, "
+        "writeback=True) edits values"
+    )

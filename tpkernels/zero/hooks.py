@@ -26,6 +26,7 @@ from tpkernels.zero.policies import Precision
 from tpkernels.zero.unit import Unit
 
 _DEPTH = 8  # of containers in which outputs are looked for
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _OPAQUE = (str, bytes, int, float, complex, type, torch.dtype, torch.device)
 
 
@@ -50,7 +51,7 @@ class Events(Protocol):
     precision: Precision
 
     def recover(self) -> None: ...
-    def begin_forward(self, module: nn.Module) -> None: ...
+    def begin_forward(self, module: nn.Module) -> Unit | None: ...
     def end_forward(self, output: Any) -> None: ...
     def use(self, unit: Unit, record: bool) -> None: ...
     def release(self, unit: Unit) -> None: ...
@@ -68,7 +69,7 @@ class _Frame:
     thread: int
     scoped: bool = False
     used: bool = False
-    call: Call | None = None
+    calls: list[Call] = dataclasses.field(default_factory=list)
 
 
 class ModuleHooks:
@@ -121,10 +122,11 @@ class ModuleHooks:
             running = _module_call()
             frame = _Frame(module, sys.exc_info()[1], running, threading.get_ident())
             recomputing = in_backward()
+            borrowed: Unit | None = None
             if not recomputing:
                 if self._depth == 0:
                     try:
-                        self._events.begin_forward(module)
+                        borrowed = self._events.begin_forward(module)
                     except BaseException:
                         self._events.reset()  # not entered, so no hook sees it leave
                         raise
@@ -135,11 +137,11 @@ class ModuleHooks:
             if unit is not None:
                 self._events.use(unit, not recomputing)
                 frame.used = True
-                if torch.is_grad_enabled():
-                    frame.call = Call(unit)
+            if torch.is_grad_enabled():
+                frame.calls = [Call(each) for each in (borrowed, unit) if each is not None]
             args, kwargs = self._cast_inputs(unit, outermost, args, kwargs)
-            if frame.call is not None:
-                args, kwargs = self._mark_inputs(frame.call, args, kwargs)
+            if frame.calls:
+                args, kwargs = self._mark_inputs(frame.calls, args, kwargs)
             return args, kwargs
 
         return enter
@@ -162,9 +164,9 @@ class ModuleHooks:
                 return None
             if ended and (dtype := self._events.precision.output_dtype) is not None:
                 output = _cast(output, dtype)
-            if torch.is_grad_enabled() and (frame.call is not None or ended):
+            if torch.is_grad_enabled() and (frame.calls or ended):
                 left = [output, *_containers((*args, *kwargs.values())), *_attributes(module)]
-                self._mark_outputs(frame.call, left if frame.call is not None else output)
+                self._mark_outputs(frame.calls, left if frame.calls else output)
             if ended:
                 self._events.end_forward(output)
             return output
@@ -178,7 +180,7 @@ class ModuleHooks:
             return args, kwargs
         return _cast(args, precision.param_dtype), _cast(kwargs, precision.param_dtype)
 
-    def _mark_inputs(self, call: Call, args: Any, kwargs: Any) -> Any:
+    def _mark_inputs(self, calls: list[Call], args: Any, kwargs: Any) -> Any:
         """Pass each tensor through a view; lists and dicts stay the caller's own, unseen."""
 
         def mark(value: Any) -> Any:
@@ -193,16 +195,17 @@ class ModuleHooks:
             if not value.requires_grad:
                 return value
             view = value.view_as(value)
-            call.inputs += 1
-            view.grad_fn.register_prehook(lambda _grads: self._input_done(call))  # type: ignore[union-attr]
+            for call in calls:
+                call.inputs += 1
+            view.grad_fn.register_prehook(lambda _grads: self._input_done(calls))  # type: ignore[union-attr]
             return view
 
         return tuple(mark(each) for each in args), {k: mark(v) for k, v in kwargs.items()}
 
-    def _mark_outputs(self, call: Call | None, output: Any) -> None:
+    def _mark_outputs(self, calls: list[Call], output: Any) -> None:
         def before(_grads: Any) -> None:
             self._events.begin_backward()
-            if call is not None:
+            for call in calls:
                 if not call.is_open:
                     call.left = call.inputs
                 self._events.open_call(call)
@@ -215,10 +218,11 @@ class ModuleHooks:
                 if node is not None:
                     node.register_prehook(before)
 
-    def _input_done(self, call: Call) -> None:
-        call.left -= 1
-        if call.left == 0 and call.is_open:
-            self._events.close_call(call)
+    def _input_done(self, calls: list[Call]) -> None:
+        for call in calls:
+            call.left -= 1
+            if call.left == 0 and call.is_open:
+                self._events.close_call(call)
 
 
 def _module_call() -> FrameType:
@@ -240,7 +244,7 @@ def _attributes(module: nn.Module) -> Iterator[Any]:
     """What ``module`` and those in it keep of a forward as attributes: auxiliary losses."""
     for each in module.modules():
         for name, value in each.__dict__.items():
-            if isinstance(value, (Tensor, list, tuple)) and not name.startswith("_"):
+            if isinstance(value, (Tensor, list, tuple, dict)) and name not in _OF_EVERY_MODULE:
                 yield value
 
 

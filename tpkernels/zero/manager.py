@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels.clip_grad import clip_grad_norm_
-from tpkernels.errors import ConfigError
+from tpkernels.errors import ConfigError, ShardedSaveError
 from tpkernels.huggingface import wrap_save_pretrained
 from tpkernels.reference.prefetch_scheduler import ActionKind
+from tpkernels.zero.agreed_settings import check_budget
 from tpkernels.zero.byte_sizes import UNLIMITED, parse_bytes
 from tpkernels.zero.engine import Engine
 from tpkernels.zero.guards import attach_guards
@@ -21,6 +22,7 @@ from tpkernels.zero.state_dict import attach_state_dict_hooks
 from tpkernels.zero.stats import collect_stats, format_stats
 from tpkernels.zero.unit import Unit
 from tpkernels.zero.whole_edits import WholeEdits
+from tpkernels.zero.whole_places import put_all_back
 
 
 class UnshardHandle:
@@ -46,6 +48,7 @@ class ZeroManager:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._handles: list[UnshardHandle] = []  # that may not have been waited for
+        self._open_edits: list[WholeEdits] = []  # of gathered() around one another
         attach_state_dict_hooks(engine)
         self._refuse_added = attach_guards(engine)
         wrap_save_pretrained(engine.module)
@@ -63,12 +66,12 @@ class ZeroManager:
     # --- gathering by hand ---
 
     def unshard(self, module: nn.Module | None = None, async_op: bool = False) -> Any:
-        """Gather the units in ``module`` (default: all) until :meth:`reshard`.
+        """Gather the units that hold parameters of ``module`` (default: all) until :meth:`reshard`.
 
         Collective: call it on all ranks. Their parameters are whole after it, or with ``async_op``
         after ``wait()`` of the handle it returns. They are in use: no budget frees them.
-        To read only: an edit is lost at :meth:`reshard`, and nothing says so. Edit them inside
-        ``gathered(writeback=True)``.
+        To read only: an edit in place is lost at :meth:`reshard`, and nothing says so. Edit them
+        inside ``gathered(writeback=True)``.
         """
         engine = self._engine
         engine.recover()
@@ -99,13 +102,27 @@ class ZeroManager:
         return None
 
     def reshard(self, module: nn.Module | None = None) -> None:
-        """Undo :meth:`unshard`; units that were not unsharded by hand are left alone."""
+        """Undo :meth:`unshard`; units that were not unsharded by hand are left alone.
+
+        Raises:
+            ConfigError: a parameter was replaced meanwhile (``p.data = x``); that is undone.
+        """
         while self._handles:
             self._handles.pop().wait()
-        for unit in self._units_of(module):
+        units = self._units_of(module)
+        replaced = [] if self._open_edits else put_all_back(units)
+        for unit in units:
             if self._engine.by_hand[unit.index]:
                 self._engine.by_hand[unit.index] -= 1
                 self._engine.release(unit)
+                if not self._open_edits:
+                    self._engine.suspect(unit)
+        if replaced:
+            raise ConfigError(
+                f"{', '.join(replaced[:5])} replaced (.data = ..., an assignment, model.to()) "
+                "between unshard() and reshard(), which is to read: the shards are unchanged, and "
+                "it is undone. Fix: edit inside manager.gathered(module, writeback=True)"
+            )
 
     @contextlib.contextmanager
     def gathered(
@@ -115,34 +132,49 @@ class ZeroManager:
         writeback: bool = False,
         from_rank: int | None = None,
     ) -> Iterator[None]:
-        """Inside, the parameters of the units in ``module`` (default: all) are whole.
+        """Inside, units that hold parameters of ``module`` (default: all) are whole.
 
-        Collective. To edit them in place (through ``.data`` too), say ``writeback=True``: the ranks
-        must make the same edit, or ``from_rank`` says whose counts (its number within the group).
+        Collective. To edit them (in place, through ``.data``, or by new values of the same shape
+        and dtype), say ``writeback=True``: the ranks must make the same edit, or ``from_rank``
+        says whose counts (its number within the group). One may be inside another.
 
         Raises:
-            ConfigError: edited without ``writeback``, or an optimizer stepped the shards inside;
-                on every rank, nothing is written to the shards.
+            ConfigError: edited without ``writeback``, replaced by another shape or dtype, or an
+                optimizer stepped the shards inside; on every rank, nothing is written to the
+                shards.
             AgreementError: the ranks' edits differ; likewise.
         """
-        group = self._engine.group
-        if from_rank is not None and (not writeback or not 0 <= from_rank < group.size):
-            raise ConfigError(
-                f"from_rank={from_rank!r} must be 0 to {group.size - 1}, with writeback=True"
-            )
+        self._check_from_rank(from_rank, writeback)
+        for outer in self._open_edits:
+            outer.note()
         self.unshard(module)
-        edits = WholeEdits(self._units_of(module), group)
+        edits = WholeEdits(self._units_of(module), self._engine.group)
+        self._open_edits.append(edits)
         edited = edits.units()  # whatever is raised: no copy that may hold an edit is used again
         try:
             yield
-            if writeback:
-                edited = edits.write_back(from_rank)
-            else:
-                edits.refuse()
-                edited = []
+            edited = edits.write_back(from_rank) if writeback else edits.refuse()
+        except BaseException:
+            edits.put_back()
+            for outer in self._open_edits:
+                outer.note()
+            raise
         finally:
+            self._open_edits.remove(edits)
             self.reshard(module)
             self._engine.notice_edits(edited)
+            for outer in self._open_edits:
+                outer.resume(edits.written)
+
+    def _check_from_rank(self, from_rank: Any, writeback: bool) -> None:
+        ranks = range(self._engine.group.size)
+        whole = isinstance(from_rank, int) and not isinstance(from_rank, bool)
+        if from_rank is not None and not (writeback and whole and from_rank in ranks):
+            raise ConfigError(
+                f"from_rank={from_rank!r}, writeback={writeback!r}; allowed: None, or with "
+                f"writeback=True a rank of the group, 0 to {len(ranks) - 1}. Fix: "
+                "gathered(module, writeback=True, from_rank=0)"
+            )
 
     # --- gradients ---
 
@@ -172,6 +204,7 @@ class ZeroManager:
                 "max_norm is not given, nor does the config say gradient_clipping. Fix: "
                 "manager.clip_grad_norm_(1.0)"
             )
+        self._engine.refuse_unreduced("clip_grad_norm_()")
         return clip_grad_norm_(self.module, bound, norm_type)
 
     def optimizer(
@@ -206,6 +239,7 @@ class ZeroManager:
             made.register_step_pre_hook(self._clip_before_step)
         made.register_state_dict_pre_hook(self._refuse_while_gathered)
         stepped = {id(each) for group in made.param_groups for each in group["params"]}
+        made.register_step_pre_hook(lambda *_: self._engine.refuse_unreduced("step()", stepped))
         units = [
             unit.index
             for unit in self._engine.units
@@ -240,12 +274,19 @@ class ZeroManager:
             self._engine.mode = before
 
     def set_budget(self, prefetch_bytes: Any = None, max_live_bytes: Any = None) -> None:
-        """Other bounds from here on; None keeps one. The same on all ranks."""
+        """Other bounds from here on; None keeps one. The same on all ranks; collective.
+
+        Raises:
+            AgreementError: the ranks were given different bounds; none is changed.
+        """
         engine = self._engine
+        prefetch, live = engine.prefetch_bytes, engine.max_live_bytes
         if prefetch_bytes is not None:
-            engine.prefetch_bytes = parse_bytes(prefetch_bytes, "prefetch_bytes")
+            prefetch = parse_bytes(prefetch_bytes, "prefetch_bytes")
         if max_live_bytes is not None:
-            engine.max_live_bytes = parse_bytes(max_live_bytes, "max_live_bytes")
+            live = parse_bytes(max_live_bytes, "max_live_bytes")
+        check_budget(prefetch, live, engine.group, engine.replicas)
+        engine.prefetch_bytes, engine.max_live_bytes = prefetch, live
         bound = UNLIMITED if engine.max_live_bytes is None else engine.max_live_bytes
         engine.perform(engine.scheduler.set_budget(engine.prefetch_bytes, bound))
 
@@ -255,6 +296,7 @@ class ZeroManager:
         Gradients that are not reduced yet are dropped, those collected in ``no_sync`` too.
         """
         self._handles.clear()
+        put_all_back(self._engine.units)
         self._engine.reset()
 
     # --- what happened ---
@@ -275,14 +317,32 @@ class ZeroManager:
             f"{self._engine.group.size} ranks)"
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardedSaveError(
+            "a ZeroManager holds process groups and memory of this process; it cannot be pickled "
+            "or copied. Fix: torch.save(tpkernels.full_state_dict(model), path), and zero() on "
+            "the model that is built again"
+        )
+
     def _units_of(self, module: nn.Module | None) -> list[Unit]:
+        """The units whose modules are in ``module``, or that hold parameters of it."""
         if module is None:
             return self._engine.units
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"module={module!r} is a {type(module).__name__}; allowed: None (all), or a module "
+                "of the model. Fix: model.get_submodule(name) where it is a name"
+            )
         inside = {id(each) for each in module.modules()}
-        units = [u for u in self._engine.units if any(id(m) in inside for m in u.modules)]
+        units = [
+            unit
+            for unit in self._engine.units
+            if any(id(each) in inside for each in unit.modules)
+            or any(id(owner) in inside for _, _, slot in unit.slots() for owner, _ in slot.owners)
+        ]
         if not units:
             raise ConfigError(
-                f"{type(module).__name__} holds no unit of this model; the units are "
-                f"{[unit.name for unit in self._engine.units][:8]}. Fix: pass one of their modules"
+                f"{type(module).__name__} holds no parameter of this model, whose units are "
+                f"{[unit.name for unit in self._engine.units][:8]}. Fix: pass a module that does"
             )
         return units

@@ -93,7 +93,12 @@ def _refuse_others(cls: type) -> None:
     )
 
 
-def _checked(param_groups: Iterable[Any], shards: list[nn.Parameter]) -> list[Any]:
+def _checked(param_groups: Any, shards: list[nn.Parameter]) -> list[Any]:
+    if isinstance(param_groups, nn.Module) or not isinstance(param_groups, Iterable):
+        raise ConfigError(
+            f"param_groups is a {type(param_groups).__name__}; allowed: parameters, or groups of "
+            "them. Fix: manager.optimizer(cls, model.parameters(), ...), or leave it out for all"
+        )
     groups = list(param_groups)
     own = {id(shard) for shard in shards}
     for number, group in enumerate(groups):

@@ -31,6 +31,12 @@ _ALLOWED = (
     "None, a torch.dtype (bfloat16, float32, float64), its name ('bf16', 'fp32', ...), "
     "torch.distributed.fsdp.MixedPrecisionPolicy or torch.distributed.fsdp.MixedPrecision"
 )
+# Without a loss scaler gradients underflow in silence. torch.amp.GradScaler does not do: each rank
+# would look for infinities in its own shard alone, and ranks would skip different steps.
+FP16_REFUSED = (
+    "needs a loss scaler that all ranks agree on, which this version lacks; allowed: "
+    "torch.bfloat16, torch.float32, torch.float64."
+)
 _OFFLOAD_DEVICES = ("none", "cpu")
 
 
@@ -57,9 +63,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
-            check_dtype(getattr(self, field), f"mp_policy.{field}")
-        for field in ("param_dtype", "reduce_dtype"):
-            refuse_fp16(getattr(self, field), f"mp_policy.{field}")
+            computes = field in ("param_dtype", "reduce_dtype")
+            check_dtype(getattr(self, field), f"mp_policy.{field}", allow_fp16=not computes)
 
     def __str__(self) -> str:
         said = [(each.name, getattr(self, each.name)) for each in dataclasses.fields(self)]
@@ -67,7 +72,7 @@ class Precision:
         casts = self.param_dtype is not None and self.cast_forward_inputs
         inputs = "every unit" if casts else "the root" if self.cast_root_inputs else "nothing"
         cast = [("inputs cast at", inputs)] if self.param_dtype else []
-        return ", ".join(f"{name} {value}" for name, value in dtypes + cast) or "none"
+        return ", ".join(f"{name} {value}" for name, value in dtypes + cast) or "None"
 
 
 @dataclass(frozen=True)
@@ -81,27 +86,27 @@ class Offload:
     pin_memory: bool = True
 
 
-def check_dtype(dtype: Any, name: str) -> None:
-    """Raise ConfigError unless ``dtype`` is None or a floating-point dtype of 16 bits or more."""
+def dtype_named(value: Any) -> Any:
+    """The dtype whose name ``value`` is ("bf16"), or else ``value`` itself."""
+    return DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
+
+
+def check_dtype(dtype: Any, name: str, *, allow_fp16: bool = False) -> None:
+    """Raise ConfigError unless ``dtype`` is None or a floating-point dtype of 16 bits or more.
+
+    float16 only where nothing is computed or summed in it, see :data:`FP16_REFUSED`.
+    """
     if dtype is None:
         return
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_NAMES.values():
+        half = " torch.float16," if allow_fp16 else ""
         raise ConfigError(
-            f"{name}={dtype!r} is not known; allowed: None, torch.bfloat16, torch.float16, "
+            f"{name}={dtype!r} is not known; allowed: None, torch.bfloat16,{half} "
             "torch.float32, torch.float64. Fix: use torch.bfloat16"
         )
-
-
-def refuse_fp16(dtype: Any, name: str) -> None:
-    """Raise ConfigError for float16: without a loss scaler gradients underflow in silence.
-
-    torch.amp.GradScaler does not do: each rank would look for infinities in its own shard alone,
-    and ranks would skip different steps.
-    """
-    if dtype is torch.float16:
+    if dtype is torch.float16 and not allow_fp16:
         raise ConfigError(
-            f"{name}=torch.float16 needs a loss scaler that all ranks agree on, which this version "
-            "lacks; allowed: torch.bfloat16, torch.float32, torch.float64. "
+            f"{name}=torch.float16 {FP16_REFUSED} "
             "Fix: use torch.bfloat16, whose range is that of float32"
         )
 
@@ -124,8 +129,7 @@ def resolve_mp_policy(value: Any) -> Precision:
         return value
     if value is None:
         return Precision(cast_forward_inputs=False, cast_root_inputs=False)
-    if isinstance(value, str) and value in DTYPE_NAMES:
-        value = DTYPE_NAMES[value]
+    value = dtype_named(value)
     if isinstance(value, torch.dtype):
         check_dtype(value, "mp_policy")
         return Precision(value, torch.float64 if value is torch.float64 else torch.float32)

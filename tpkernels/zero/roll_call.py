@@ -83,8 +83,7 @@ class RollCall:
         """
         if not self._can or envs.check() == "off":
             return None
-        if self._broken is not None:
-            raise AgreementError(self._broken)
+        self._refuse_if_broken()
         digest = zlib.crc32(repr(tuple(detail)).encode())
         expected = self._expects((kind, unit, digest))
         row = torch.tensor([kind, unit, digest, int(expected)], dtype=torch.int64)
@@ -101,8 +100,7 @@ class RollCall:
             AgreementError: on every rank, naming what each does.
         """
         while call is not None and not call.is_compared:
-            if self._broken is not None:
-                raise AgreementError(self._broken)
+            self._refuse_if_broken()
             first = self._started.popleft()
             first.is_compared = True
             rows = first.pending.wait()
@@ -112,6 +110,26 @@ class RollCall:
                 if bool(rows[:, 3].any()):  # some rank has sent what others will not receive
                     self._broken = str(error)
                 raise
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether ranks parted and some had sent already: nothing can follow that."""
+        return self._broken is not None
+
+    def restart(self) -> None:
+        """Begin anew, when what was sent is ignored. Every rank is broken, and does this."""
+        self._broken = None
+        self._started.clear()
+        self._recent = ()
+        self._followers.clear()
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken is not None:
+            raise AgreementError(
+                f"the ranks of {self._group!r} parted before, and what was sent then keeps them "
+                "from going on. Fix: on all ranks manager.reset(), if their groups are Gloo's and "
+                f"without replicas, or else start again from a checkpoint. Before: {self._broken}"
+            )
 
     def _expects(self, what: _What) -> bool:
         """Whether ``what`` has always followed the last few collectives; learns it."""
@@ -155,6 +173,7 @@ class RollCall:
         raise AgreementError(
             f"the ranks of {self._group!r} run different modules: {', '.join(said)}; "
             f"{self._explain(int(mine[1]))}. Fix: let every rank call the same modules in the same "
-            "order (with an empty or masked input where it has none), or put the parameters of the "
-            f"whole branch into one unit (units=){more}"
+            "order (with an empty or masked input where it has none) and compute its loss from the "
+            "same ones (times 0 where it does not count), or put the parameters of the whole "
+            f"branch into one unit (units=){more}"
         )

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tpkernels.checkpoint import check_equal_wholes
 from tpkernels.chunked_tensor import ChunkedTensor
 from tpkernels.errors import ConfigError
 from tpkernels.zero.flat_buffer import Slot
+from tpkernels.zero.guards import check_slot
 
 if TYPE_CHECKING:
     from tpkernels.zero.engine import Engine
@@ -22,7 +24,9 @@ def attach_state_dict_hooks(engine: Engine) -> None:
 
     - ``state_dict()`` gives shards, also while units are gathered by hand.
     - ``load_state_dict`` takes shards, or whole tensors, of which each rank takes its part; what
-      does not fit raises before anything is loaded.
+      does not fit raises before anything is loaded, whole tensors that differ between the ranks too
+      (collective; unless ``TPKERNELS_CHECK=off``).
+    - Both refuse parameters that were taken out of the memory that is gathered.
     """
     hooks = _StateDictHooks(engine)
     for module in {id(each): each for each in (engine.module, *hooks.owners())}.values():
@@ -38,11 +42,12 @@ class _StateDictHooks:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._owned: dict[int, list[tuple[nn.Module, str, Unit, Slot]]] = {}
+        self._owned: dict[int, list[tuple[nn.Module, str, Unit, Slot, Tensor]]] = {}
         for unit in engine.units:
-            for _, _, slot in unit.slots():
+            for which, _, slot in unit.slots():
+                master = unit.buffers[which].master
                 for module, attribute in slot.owners:
-                    entry = (module, attribute, unit, slot)
+                    entry = (module, attribute, unit, slot, master)
                     self._owned.setdefault(id(module), []).append(entry)
 
     def owners(self) -> list[nn.Module]:
@@ -51,9 +56,11 @@ class _StateDictHooks:
 
     def after_save(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
         """Put shards in the place of what is gathered."""
-        for _, attribute, unit, slot in self._owned.get(id(module), ()):
+        for _, attribute, unit, slot, master in self._owned.get(id(module), ()):
             value = state.get(prefix + attribute)
-            if unit.shown and value is not None:
+            if not unit.shown:
+                check_slot(slot, master)
+            elif value is not None:
                 keeps_variable = value is slot.whole
                 state[prefix + attribute] = slot.shard if keeps_variable else slot.shard.detach()
 
@@ -69,8 +76,10 @@ class _StateDictHooks:
         self._engine.recover()
         is_root = module is self._engine.module
         inside = module.named_modules(remove_duplicate=False) if is_root else [("", module)]
+        wholes: dict[str, Tensor] = {}
+        parts: dict[str, Tensor] = {}
         for path, owner in inside:
-            for _, attribute, unit, slot in self._owned.get(id(owner), ()):
+            for _, attribute, unit, slot, master in self._owned.get(id(owner), ()):
                 key = f"{prefix}{path}{'.' if path else ''}{attribute}"
                 if not isinstance(given := state.get(key), Tensor):
                     continue
@@ -80,7 +89,13 @@ class _StateDictHooks:
                         "be lost. Fix: load outside of manager.gathered() and unshard(); every "
                         "rank takes its part of whole tensors"
                     )
-                state[key] = _own_part(key, given, slot.shard)
+                check_slot(slot, master)
+                if not isinstance(given, ChunkedTensor):
+                    given = given.full_tensor() if hasattr(given, "full_tensor") else given
+                    wholes[key] = given
+                parts[key] = _own_part(key, given, slot.shard)
+        check_equal_wholes("load_state_dict", wholes, [self._engine.group, self._engine.replicas])
+        state.update(parts)
 
 
 def _own_part(name: str, given: Tensor, shard: nn.Parameter) -> Tensor:
@@ -94,8 +109,6 @@ def _own_part(name: str, given: Tensor, shard: nn.Parameter) -> Tensor:
                 f"{shard!r}. Fix: load it with torch.distributed.checkpoint, which reshards"
             )
         return given
-    if hasattr(given, "full_tensor"):
-        given = given.full_tensor()
     whole = torch.Size(spec.whole_shape)
     if given.shape != whole:
         raise ConfigError(

@@ -244,6 +244,10 @@ class StreamTransfers:
             self._loaded.synchronize()  # WAR
             self._loaded = None
 
+    def restart(self) -> bool:
+        """No: what one rank has enqueued waits for the others for ever."""
+        return False
+
     def _current(self) -> Any:
         return self._cuda.current_stream(self._device)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.collectives import Pending, all_reduce
-from tpkernels.comm.exchange import all_gather_in_place_async, all_to_all_async
+from tpkernels.comm.exchange import all_gather_in_place_async, all_to_all_async, restart
 from tpkernels.comm.group import Group
 from tpkernels.zero.buffer_pool import BufferPool
 from tpkernels.zero.flat_buffer import FlatBuffer
@@ -57,6 +57,9 @@ class Transfers(Protocol):
 
     def settle(self) -> None:
         """The host may change shards from here on: no gather reads them any more."""
+
+    def restart(self) -> bool:
+        """Ignore what ranks that parted have sent so far, if that can be; on all ranks."""
 
 
 class HostTransfers:
@@ -118,6 +121,14 @@ class HostTransfers:
 
     def settle(self) -> None:
         """Nothing: a gather has read its shard when it returns."""
+
+    def restart(self) -> bool:
+        """Unless replicas, too, may have parted, in collectives that cannot be left."""
+        if self._replicas is not None and self._replicas.size > 1:
+            return False
+        for name in {self._group.name, self._reduce_group.name}:
+            restart(name)
+        return True
 
     def _over_replicas(self, parts: Tensor) -> Tensor:
         if self._replicas is None or self._replicas.size == 1:

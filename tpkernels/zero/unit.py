@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -17,6 +18,17 @@ from tpkernels.zero.flat_buffer import FlatBuffer, Slot
 from tpkernels.zero.gradients import GradientBuffer
 from tpkernels.zero.roll_call import GATHER, REDUCE, RollCall
 from tpkernels.zero.transfers import Transfers, Wait
+
+
+@dataclass
+class _Reduction:
+    """One that was started, of gradients ``filled``, those ``missed`` on this rank with zeros."""
+
+    gradient: GradientBuffer
+    whole: Tensor
+    filled: set[int]
+    missed: set[int]
+    wait: Wait
 
 
 class Unit:
@@ -42,7 +54,7 @@ class Unit:
         self.buffers, self.gradients = buffers, gradients
         self._transfers = transfers
         self._gathering: list[Wait] = []
-        self._reducing: list[tuple[GradientBuffer, Tensor, set[int], Wait]] = []
+        self._reducing: list[_Reduction] = []
         self.shown = 0  # how many hold its whole parameters in its modules
         self.arrived: set[tuple[int, int]] = set()  # gradients of this backward
         self.expected: set[tuple[int, int]] | None = None  # None: of all trained parameters
@@ -153,9 +165,16 @@ class Unit:
 
     def collect(self, which: int, index: int, gradient: Tensor) -> None:
         """Add the gradient of parameter ``index`` of gradient buffer ``which``."""
-        collected = self.gradients[which]
+        self._open(self.gradients[which]).add(index, gradient)
+
+    def _open(self, collected: GradientBuffer) -> GradientBuffer:
         self._transfers.write(collected.open(self._transfers.empty))
-        collected.add(index, gradient)
+        return collected
+
+    def fill_lacking(self) -> None:
+        """Count those of :meth:`lacking` as zero."""
+        for which, index, _ in self.lacking():
+            self._open(self.gradients[which]).fill(index)
 
     def is_complete(self) -> bool:
         """Whether every gradient that this backward can bring has arrived."""
@@ -173,37 +192,37 @@ class Unit:
 
     def reduce(self, roll: RollCall) -> None:
         """Start the reduction of all that was collected."""
-        filled = [(which, i) for which, g in enumerate(self.gradients) for i in sorted(g.filled)]
-        call = roll.start(REDUCE, self.index, (part for pair in filled for part in pair))
+        pairs = [(which, i) for which, g in enumerate(self.gradients) for i in sorted(g.filled)]
+        call = roll.start(REDUCE, self.index, (part for pair in pairs for part in pair))
         first = len(self._reducing)
         for gradient in self.gradients:
             if gradient.whole is None:
                 continue
             self._transfers.write(gradient.whole)  # zeros where nothing came
-            whole, these = gradient.take()
+            whole, filled, missed = gradient.take()
             self.reduce_bytes_sent += (
                 whole.nbytes // gradient.buffer.group.size * (gradient.buffer.group.size - 1)
             )
-            self._reducing.append((gradient, whole, these, self._transfers.reduce(whole)))
+            wait = self._transfers.reduce(whole)
+            self._reducing.append(_Reduction(gradient, whole, filled, missed, wait))
         if call is not None:
-            gradient, whole, these, wait = self._reducing[first]
-            compared = _after(lambda: roll.finish(call), wait)
-            self._reducing[first] = (gradient, whole, these, compared)
+            started = self._reducing[first]
+            started.wait = _after(lambda: roll.finish(call), started.wait)
 
     def wait_reduce(self, world: int) -> None:
         """Wait for it, and hand each shard its gradient."""
         reducing, self._reducing = self._reducing, []
-        for gradient, whole, filled, wait in reducing:
+        for each in reducing:
             begin = time.perf_counter()
-            parts = wait()
+            parts = each.wait()
             self.stall_seconds += time.perf_counter() - begin
-            gradient.install(parts, filled, world)
-            self._transfers.finish(whole, keep=gradient.give_back(whole))
+            each.gradient.install(parts, each.filled, each.missed, world)
+            self._transfers.finish(each.whole, keep=each.gradient.give_back(each.whole))
 
     def drain(self) -> None:
         """After an error: let what is in flight end, and forget it."""
         waits: list[tuple[Wait, Tensor | None]] = [(wait, None) for wait in self._gathering]
-        waits += [(wait, whole) for _, whole, _, wait in self._reducing]
+        waits += [(each.wait, each.whole) for each in self._reducing]
         self._gathering, self._reducing = [], []
         for wait, whole in waits:
             try:

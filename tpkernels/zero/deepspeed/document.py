@@ -22,6 +22,7 @@ def read_deepspeed(
     path_or_dict: str | os.PathLike[str] | Mapping[str, Any],
     hidden_size: int | None = None,
     param_dtype: torch.dtype | str | None = None,
+    mp_policy: Any = None,
 ) -> dict[str, Any]:
     """Keyword arguments of ``ZeroConfig``; see ``ZeroConfig.from_deepspeed``."""
     if isinstance(path_or_dict, Mapping):
@@ -30,7 +31,7 @@ def read_deepspeed(
         given, source = _loaded(path_or_dict), f"DeepSpeed configuration {path_or_dict}"
     keys.check_keys(given, keys.TOP_KEYS, "the top level")
     reading = Reading(_hidden(hidden_size), _dtype(param_dtype))
-    read_precision(given, reading)  # first: it says how many bytes an element has
+    read_precision(given, reading, mp_policy)  # first: it says how many bytes an element has
     read_zero(given, reading)
     read_training(given, reading)
     for name, why in keys.TOP_NOT_READ.items():
@@ -41,8 +42,8 @@ def read_deepspeed(
 
 def _loaded(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, TypeError) as error:
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin it with a mark
+    except (OSError, TypeError, ValueError) as error:
         raise ConfigError(
             f"path_or_dict={path!r} cannot be read ({error}); allowed: the path of a JSON file, or "
             "a dict of what it holds. Fix: give the path of the file"

@@ -11,7 +11,7 @@ from tpkernels.zero.byte_sizes import UNLIMITED
 from tpkernels.zero.deepspeed import keys
 from tpkernels.zero.deepspeed.reading import Reading
 from tpkernels.zero.deepspeed.values import choice, count, finite, flag, is_auto, section
-from tpkernels.zero.policies import Precision
+from tpkernels.zero.policies import Precision, resolve_mp_policy
 
 _HINTS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -21,9 +21,16 @@ _HINTS = {
 _BFLOAT16 = Precision(param_dtype=torch.bfloat16)
 
 
-def read_precision(given: dict[str, Any], reading: Reading) -> None:
-    """``bf16`` becomes ``mp_policy``; ``fp16``, ``amp`` and ``torch_autocast`` must be off."""
-    _read_bf16(given, reading)
+def read_precision(given: dict[str, Any], reading: Reading, mp_policy: Any = None) -> None:
+    """``bf16`` becomes ``mp_policy``; ``fp16``, ``amp`` and ``torch_autocast`` must be off.
+
+    ``mp_policy``: what the caller says where the file says neither on nor off.
+    """
+    policy = None if mp_policy is None else resolve_mp_policy(mp_policy)
+    _read_bf16(given, reading, policy)
+    if policy is not None:
+        reading.settings["mp_policy"] = policy
+        reading.param_dtype = reading.param_dtype or policy.param_dtype
     if "fp16" in given and not reading.left_to_us("fp16", given["fp16"], "mp_policy"):
         fp16 = section(given["fp16"], "fp16")
         keys.check_keys(fp16, keys.FP16_KEYS, "fp16")
@@ -54,7 +61,7 @@ def read_precision(given: dict[str, Any], reading: Reading) -> None:
                 )
 
 
-def _read_bf16(given: dict[str, Any], reading: Reading) -> None:
+def _read_bf16(given: dict[str, Any], reading: Reading, policy: Precision | None) -> None:
     names = [name for name in ("bf16", "bfloat16") if name in given]
     if len(names) == 2 and given["bf16"] != given["bfloat16"]:
         raise ConfigError(
@@ -68,7 +75,16 @@ def _read_bf16(given: dict[str, Any], reading: Reading) -> None:
         keys.check_keys(bf16, keys.BF16_KEYS, name)
         enabled = bf16.get("enabled", False)
         if is_auto(enabled):
-            reading.note(f"{name}.enabled", enabled, "off; give mp_policy='bf16' to turn it on")
+            how = "off; from_deepspeed(..., mp_policy='bf16') turns it on"
+            reading.note(f"{name}.enabled", enabled, "as mp_policy says" if policy else how)
+        elif policy is not None and "enabled" not in bf16:
+            reading.note(f"{name}.enabled", None, "as mp_policy says")
+        elif policy is not None:
+            raise ConfigError(
+                f"{name}.enabled={enabled!r} and mp_policy={policy!s} are one setting; allowed: "
+                'one of them, or "enabled": "auto". Fix: remove mp_policy, or replace it '
+                "afterwards: dataclasses.replace(config, mp_policy=...)"
+            )
         elif flag(enabled, f"{name}.enabled"):
             how = "computed and reduced in bfloat16, master shards in float32"
             reading.put("mp_policy", _BFLOAT16, f"{name}.enabled", enabled, how)
