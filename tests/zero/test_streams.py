@@ -197,6 +197,7 @@ def watched_run(group, seed, offload, dropped=None, host=False, mesh=None, steps
                     manager.reset()  # instead of a backward
                 else:
                     sync = chance.random() < 0.8
+                    does = "train" if sync else "collect"
                     with contextlib.nullcontext() if sync else manager.no_sync():
                         model(x).square().sum().backward()
             for stream in streams:

@@ -21,6 +21,9 @@ from tpkernels import native
 LARGEST_KEPT_BY_MALLOC = 32 * 2**20
 
 
+_LOST: list[Tensor] = []
+
+
 class _Idle(NamedTuple):
     raw: Tensor  # bytes
     owner: Any  # the stream in whose order it is free; None on CPU
@@ -61,6 +64,20 @@ class BufferPool:
         raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self._exchange(tensor, raw)
         self._put(raw.set_(raw.untyped_storage(), 0, (nbytes,)), owner)  # type: ignore[call-overload]
+
+    @property
+    def moves(self) -> bool:
+        """Whether memory can be taken from a storage and be kept."""
+        return self._exchange is not None
+
+    def lose(self, tensor: Tensor) -> None:
+        """Take the memory of the storage of ``tensor``, to which a backend may write at any time.
+
+        It is kept for good, and used for nothing; needs :attr:`moves`.
+        """
+        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        self._exchange(tensor, raw)
+        _LOST.append(raw)
 
     def new(
         self, numel: int, dtype: torch.dtype, device: torch.device, owner: Any = None

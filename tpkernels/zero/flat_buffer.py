@@ -106,8 +106,11 @@ class FlatBuffer:
             self._set_versions(0)
             self.is_allocated = True
 
-    def free(self, pool: BufferPool | None = None, owner: Any = None) -> None:
-        """Take the memory of the whole; backward through it is an error from here on."""
+    def free(self, pool: BufferPool | None = None, owner: Any = None, lost: bool = False) -> None:
+        """Take the memory of the whole; backward through it is an error from here on.
+
+        ``lost``: it is never used again (:meth:`BufferPool.lose`).
+        """
         if self.is_allocated:
             # Autograd compares versions before it hands out a saved tensor: a use of memory that
             # is not there raises instead of crashing.
@@ -116,6 +119,8 @@ class FlatBuffer:
             self._set_versions(1)
             if pool is None:
                 self._storage.resize_(0)
+            elif lost:
+                pool.lose(self.whole)
             else:
                 pool.empty(self.whole, owner)
             self.is_allocated = False

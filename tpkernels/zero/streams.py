@@ -244,6 +244,9 @@ class StreamTransfers:
             self._loaded.synchronize()  # WAR
             self._loaded = None
 
+    def lose(self, buffer: FlatBuffer) -> None:
+        """Nothing: no gather follows."""
+
     def restart(self) -> bool:
         """No: what one rank has enqueued waits for the others for ever."""
         return False

@@ -43,6 +43,9 @@ class Transfers(Protocol):
     def free(self, buffer: FlatBuffer) -> None:
         """Take its memory: compute has read it, or will have in the order of its stream."""
 
+    def lose(self, buffer: FlatBuffer) -> None:
+        """Its gather will not end, since ranks parted: another gather must not use its memory."""
+
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory for whole gradients; ends with :meth:`finish`."""
 
@@ -96,6 +99,11 @@ class HostTransfers:
         """To the pool."""
         buffer.free(self.pool)
 
+    def lose(self, buffer: FlatBuffer) -> None:
+        """Where that can be; else no gather follows."""
+        if self.pool.moves:
+            buffer.free(self.pool, lost=True)
+
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """From the pool."""
         return self.pool.new(numel, dtype, _CPU)
@@ -124,8 +132,9 @@ class HostTransfers:
 
     def restart(self) -> bool:
         """Unless replicas, too, may have parted, in collectives that cannot be left."""
-        if self._replicas is not None and self._replicas.size > 1:
+        if not self.pool.moves or (self._replicas is not None and self._replicas.size > 1):
             return False
+        self._received.clear()
         for name in {self._group.name, self._reduce_group.name}:
             restart(name)
         return True

@@ -223,11 +223,15 @@ class Unit:
         """After an error: let what is in flight end, and forget it."""
         waits: list[tuple[Wait, Tensor | None]] = [(wait, None) for wait in self._gathering]
         waits += [(each.wait, each.whole) for each in self._reducing]
+        gathers = bool(self._gathering)
         self._gathering, self._reducing = [], []
         for wait, whole in waits:
             try:
                 wait()
             except AgreementError:
+                if gathers:
+                    for buffer in self.buffers:
+                        self._transfers.lose(buffer)
                 break  # the others do not send what follows
             except RuntimeError:
                 continue  # the error that led here is the one to report; no memory is used again
