@@ -36,7 +36,7 @@ FLOORS = {
     "ops": 2,
     **dict.fromkeys(("build", "kernels", "native"), 1),
     **dict.fromkeys(("chunked_tensor", "envs", "errors", "instrument", "library"), 0),
-    **dict.fromkeys(("boxes", "reference", "shard_spec"), 0),
+    **dict.fromkeys(("boxes", "part_functions", "reference", "shard_spec"), 0),
 }
 SIBLINGS = ({"comm", "ops"}, {"modules", "zero"})  # neither imports the other
 
