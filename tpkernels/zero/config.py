@@ -91,7 +91,8 @@ class ZeroConfig:
         reshard_after_backward: False keeps the gathered weights after backward, which
             ``torch.autograd.grad(create_graph=True)`` needs.
         strict: raise where a bound cannot be kept, instead of a warning.
-        find_unused_parameters: a parameter without a gradient on some rank counts as zero there.
+        find_unused_parameters: a parameter without a gradient on some ranks counts as zero there;
+            without one on all ranks it gets none.
         persistence_threshold: units of fewer elements stay gathered; 0: none.
         persistence_limit: elements that stay gathered so, over all units; None: no bound.
         gradient_clipping: the largest global norm of the gradients; None: not clipped.
