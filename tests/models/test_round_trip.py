@@ -166,7 +166,7 @@ def loading_errors_task(group):
         ({k: v for k, v in state.items() if "query" not in k}, "missing keys"),
         (state | {"extra": torch.zeros(1)}, "unexpected keys"),
         (changed, r"pooler.dense.bias must be (24,), got (7,)"),
-        (state | {"pooler.dense.bias": None}, "got NoneType"),
+        (state | {"pooler.dense.bias": None}, "got None (NoneType)"),
     ):
         try:
             load_full_state_dict(model, broken)

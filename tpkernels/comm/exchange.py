@@ -10,7 +10,7 @@ started in the same order on all ranks.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,19 +24,16 @@ from tpkernels.comm.group import group_by_name
 # Above what callers number their own messages with; control messages and data do not mix.
 _DATA, _CONTROL = 0x54504B00, 0x54504B01
 _restarts: Counter[str] = Counter()  # of each group: messages of before are never received
-_unfinished: defaultdict[str, set[_Works]] = defaultdict(set)  # of each group
-_abandoned: list[_Works] = []  # some never end: the backend may still write to their memory
+_abandoned: list[Any] = []  # what is on its way may still be written to their memory
 
 
 class _Works:
     """Several works as one; all are waited for, and the first error is raised then."""
 
-    def __init__(self, works: list[Any], group_name: str) -> None:
-        self._works, self._group_name = works, group_name
-        _unfinished[group_name].add(self)
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
 
     def wait(self) -> None:
-        _unfinished[self._group_name].discard(self)
         error: RuntimeError | None = None
         for work in self._works:
             try:
@@ -70,14 +67,21 @@ def all_gather_bytes_async(row: Tensor, group_name: str) -> Pending:
     return _exchange("all_gather", rows, group_name, _CONTROL, lambda _: parts[rank], parts)
 
 
+def abandon(*exchanges: Any) -> None:
+    """Keep for good what holds exchanges that may never end.
+
+    A connection fails when something arrives for one that is gone. Their memory must not be used
+    for anything else either.
+    """
+    _abandoned.extend(exchanges)
+
+
 def restart(group_name: str) -> None:
     """From here on, what a rank sent before and nobody received is ignored; call it on all ranks.
 
-    For after ranks parted: the next exchange would receive what was meant for another one. The
-    tensors of exchanges that were not waited for are kept for good; memory that is to be used
-    again must be taken from them before.
+    For after ranks parted: the next exchange would receive what was meant for another one.
+    Exchanges that were not waited for must be given to :func:`abandon` before.
     """
-    _abandoned.extend(_unfinished.pop(group_name, ()))
     _restarts[group_name] += 1
 
 
@@ -114,4 +118,4 @@ def _exchange(
             works.append(
                 _guarded(start, operation, group_name, tensor, group=group, tag=tag, **peer)
             )
-    return Pending(_Works(works, group_name), result, operation, group_name)
+    return Pending(_Works(works), result, operation, group_name)

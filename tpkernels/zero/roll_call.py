@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tpkernels import envs
 from tpkernels.comm.collectives import Pending
-from tpkernels.comm.exchange import all_gather_bytes_async
+from tpkernels.comm.exchange import abandon, all_gather_bytes_async
 from tpkernels.comm.group import Group
 from tpkernels.errors import AgreementError, TPKernelsWarning
 
@@ -37,6 +37,7 @@ class _Call:
     def __init__(self, pending: Pending) -> None:
         self.pending = pending
         self.is_compared = False
+        self.error: AgreementError | None = None
 
 
 class RollCall:
@@ -107,9 +108,12 @@ class RollCall:
             try:
                 self._compare(rows)
             except AgreementError as error:
+                first.error = error
                 if bool(rows[:, 3].any()):  # some rank has sent what others will not receive
                     self._broken = str(error)
                 raise
+        if call is not None and call.error is not None:
+            raise call.error
 
     @property
     def is_broken(self) -> bool:
@@ -119,6 +123,7 @@ class RollCall:
     def restart(self) -> None:
         """Begin anew, when what was sent is ignored. Every rank is broken, and does this."""
         self._broken = None
+        abandon(*self._started)
         self._started.clear()
         self._recent = ()
         self._followers.clear()

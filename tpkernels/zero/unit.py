@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from tpkernels.errors import AgreementError, ConfigError
+from tpkernels.comm.exchange import abandon
+from tpkernels.errors import ConfigError
 from tpkernels.reference.prefetch_scheduler import UnitBytes
 from tpkernels.zero.flat_buffer import FlatBuffer, Slot
 from tpkernels.zero.gradients import GradientBuffer
@@ -101,9 +102,9 @@ class Unit:
     def wait(self) -> None:
         """Wait for it; compute may use the whole parameters from here on."""
         begin = time.perf_counter()
-        waits, self._gathering = self._gathering, []
-        for wait in waits:
-            wait()
+        while self._gathering:  # after an error the rest is left to `drain`
+            self._gathering[0]()
+            del self._gathering[0]
         self.stall_seconds += time.perf_counter() - begin
 
     def free(self) -> None:
@@ -211,36 +212,43 @@ class Unit:
 
     def wait_reduce(self, world: int) -> None:
         """Wait for it, and hand each shard its gradient."""
-        reducing, self._reducing = self._reducing, []
-        for each in reducing:
+        while self._reducing:  # likewise
+            each = self._reducing[0]
             begin = time.perf_counter()
             parts = each.wait()
+            del self._reducing[0]
             self.stall_seconds += time.perf_counter() - begin
             each.gradient.install(parts, each.filled, each.missed, world)
             self._transfers.finish(each.whole, keep=each.gradient.give_back(each.whole))
 
     def drain(self) -> None:
         """After an error: let what is in flight end, and forget it."""
-        waits: list[tuple[Wait, Tensor | None]] = [(wait, None) for wait in self._gathering]
-        waits += [(each.wait, each.whole) for each in self._reducing]
-        gathers = bool(self._gathering)
-        self._gathering, self._reducing = [], []
-        for wait, whole in waits:
-            try:
-                wait()
-            except AgreementError:
-                if gathers:
-                    for buffer in self.buffers:
-                        self._transfers.lose(buffer)
-                break  # the others do not send what follows
-            except RuntimeError:
-                continue  # the error that led here is the one to report; no memory is used again
-            if whole is not None:
-                self._transfers.finish(whole)
+        gathering, self._gathering = self._gathering, []
+        reducing, self._reducing = self._reducing, []
+        if not all(_ends(wait) for wait in gathering):
+            abandon(gathering)
+            for buffer in self.buffers:
+                self._transfers.lose(buffer)
+        ends = True
+        for each in reducing:
+            ends = ends and _ends(each.wait)
+            if ends:
+                self._transfers.finish(each.whole)
+            else:
+                abandon(each)
         for gradient in self.gradients:
             for whole in gradient.drop():
                 self._transfers.finish(whole)
         self.arrived.clear()
+
+
+def _ends(wait: Wait) -> bool:
+    """Wait; whether that was possible. If not, the error that led here is the one to report."""
+    try:
+        wait()
+    except RuntimeError:  # where the ranks parted before, or one is gone
+        return False
+    return True
 
 
 def _after(first: Callable[[], None], then: Wait) -> Wait:
