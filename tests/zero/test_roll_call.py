@@ -47,16 +47,20 @@ HISTORIES = {
 }
 
 
-def parts_at_last(group, stage):
+def anew(group):
+    """Another group of its ranks, which may be out of step afterwards."""
+    return dist.new_group(list(range(group.size())))
+
+
+def parts_at_last(group):
     """What a rank is told when it and the next run different modules, after a shared past."""
     told = {}
-    for budget in (0, 10**9) if stage == 3 else (0,):
+    for stage, budget in ((2, 0), (3, 0), (3, 10**9)):
         for name, history in HISTORIES.items():
-            fresh = dist.new_group(list(range(group.size())))  # out of step afterwards
             torch.manual_seed(0)
             model = Image()
             manager = tpk.zero(
-                model, fresh, units=[samples.Block], stage=stage, prefetch_bytes=budget
+                model, anew(group), units=[samples.Block], stage=stage, prefetch_bytes=budget
             )
             x = samples.floats(0, dtype=torch.float32)
             for image in history:
@@ -64,19 +68,18 @@ def parts_at_last(group, stage):
             begin = time.monotonic()
             try:
                 model(x, group.rank() % 2 == 0).sum().backward()
-                told[budget, name] = "nothing"
+                told[stage, budget, name] = "nothing"
             except AgreementError as error:
-                told[budget, name] = str(error)
+                told[stage, budget, name] = str(error)
             assert time.monotonic() - begin < 5
             assert stage < 3 or manager.stats()["gathered_bytes"] == 0
     return told
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_ranks_that_part_are_told(pool, stage):
+def test_ranks_that_part_are_told(pool):
     """Z-9: whether or not either branch was seen before, every rank gets an error with names."""
-    for told in pool.run(parts_at_last, stage, timeout=60):
-        assert len(told) == len(HISTORIES) * (2 if stage == 3 else 1)
+    for told in pool.run(parts_at_last, timeout=90):
+        assert len(told) == len(HISTORIES) * 3
         for case, message in told.items():
             assert "encoder" in message and "Fix: " in message, (case, message)
 
@@ -85,39 +88,23 @@ def parts_with_find(group, find):
     torch.manual_seed(0)
     model = Image()
     config = ZeroConfig(units=[samples.Block], find_unused_parameters=find)
-    tpk.zero(model, group, config=config)
+    tpk.zero(model, anew(group), config=config)
     with pytest.raises(AgreementError) as caught:
         model(samples.floats(0, dtype=torch.float32), group.rank() == 0).sum().backward()
     return str(caught.value)
 
 
-@pytest.mark.parametrize("find", [False, True])
-def test_what_is_set_already_is_not_advised(pool, find):
-    for message in pool.run(parts_with_find, find, world_size=2):
-        assert "run different modules" in message and "into one unit" in message
-        assert ("ZeroConfig(find_unused_parameters=True)" in message) is not find
-        assert ("find_unused_parameters=True is set" in message) is find
-
-
 def other_gradients(group, find):
-    roll = RollCall(resolve_group(group), ["blocks.0"], lambda unit: "here all came", find)
+    roll = RollCall(resolve_group(anew(group)), ["blocks.0"], lambda unit: "here all came", find)
     with pytest.raises(AgreementError) as caught:
         roll.start(REDUCE, 0, (0, group.rank()))
     return str(caught.value)
 
 
-@pytest.mark.parametrize("find", [False, True])
-def test_gradients_of_different_parameters(pool, find):
-    for message in pool.run(other_gradients, find, world_size=2):
-        assert "gradients for different parameters of 'blocks.0'" in message
-        assert ("ZeroConfig(find_unused_parameters=True)" in message) is not find
-        assert ("into one unit" in message) is find
-
-
 def another_forward(group):
     """Rank 0 runs forward again where the others run backward."""
     model = samples.stack()
-    tpk.zero(model, group)
+    tpk.zero(model, anew(group))
     x = samples.floats(0)
     loss = model(x).sum()
     with pytest.raises(AgreementError) as caught:
@@ -125,10 +112,26 @@ def another_forward(group):
     return str(caught.value)
 
 
-def test_a_forward_that_one_rank_alone_runs_again(pool):
-    for message in pool.run(another_forward, world_size=2):
-        assert "rank 0 begins a forward while it still holds 'blocks.0'" in message
-        assert "rank 1 reduces the gradients of 'blocks." in message, message
+def words_of_errors(group):
+    """Of each kind in which ranks part, the words."""
+    told = {
+        find: (parts_with_find(group, find), other_gradients(group, find)) for find in (False, True)
+    }
+    return told, another_forward(group)
+
+
+def test_what_ranks_that_part_are_advised(pool):
+    for told, forward in pool.run(words_of_errors, world_size=2):
+        for find, (modules, gradients) in told.items():
+            assert "run different modules" in modules and "into one unit" in modules
+            assert "compute its loss from the same ones" in modules
+            assert ("find_unused_parameters=True is set" in modules) is find
+            assert "gradients for different parameters of 'blocks.0'" in gradients
+            assert ("into one unit" in gradients) is find
+            for message in (modules, gradients):
+                assert ("ZeroConfig(find_unused_parameters=True)" in message) is not find
+        assert "rank 0 begins a forward while it still holds 'blocks.0'" in forward
+        assert "rank 1 reduces the gradients of 'blocks." in forward
 
 
 def counted(group):
