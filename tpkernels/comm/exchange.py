@@ -10,9 +10,10 @@ started in the same order on all ranks.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,16 +25,19 @@ from tpkernels.comm.group import group_by_name
 # Above what callers number their own messages with; control messages and data do not mix.
 _DATA, _CONTROL = 0x54504B00, 0x54504B01
 _restarts: Counter[str] = Counter()  # of each group: messages of before are never received
-_abandoned: list[Any] = []  # what is on its way may still be written to their memory
+_unfinished: defaultdict[str, WeakSet[_Works]] = defaultdict(WeakSet)  # of each group
+_abandoned: list[_Works] = []  # some never end: what arrives for one that is gone is an error
 
 
 class _Works:
     """Several works as one; all are waited for, and the first error is raised then."""
 
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
+    def __init__(self, works: list[Any], group_name: str) -> None:
+        self._works, self._group_name = works, group_name
+        _unfinished[group_name].add(self)
 
     def wait(self) -> None:
+        _unfinished[self._group_name].discard(self)
         error: RuntimeError | None = None
         for work in self._works:
             try:
@@ -67,21 +71,19 @@ def all_gather_bytes_async(row: Tensor, group_name: str) -> Pending:
     return _exchange("all_gather", rows, group_name, _CONTROL, lambda _: parts[rank], parts)
 
 
-def abandon(*exchanges: Any) -> None:
-    """Keep for good what holds exchanges that may never end.
-
-    A connection fails when something arrives for one that is gone. Their memory must not be used
-    for anything else either.
-    """
-    _abandoned.extend(exchanges)
+def in_flight() -> list[Any]:
+    """What keeps the exchanges that were not waited for alive, as :func:`restart` needs them."""
+    return [works for of_group in _unfinished.values() for works in of_group]
 
 
 def restart(group_name: str) -> None:
     """From here on, what a rank sent before and nobody received is ignored; call it on all ranks.
 
     For after ranks parted: the next exchange would receive what was meant for another one.
-    Exchanges that were not waited for must be given to :func:`abandon` before.
+    Those that were not waited for, and their tensors, are kept for good: their memory may still be
+    written to, and must not be used for anything else.
     """
+    _abandoned.extend(_unfinished.pop(group_name, ()))
     _restarts[group_name] += 1
 
 
@@ -118,4 +120,4 @@ def _exchange(
             works.append(
                 _guarded(start, operation, group_name, tensor, group=group, tag=tag, **peer)
             )
-    return Pending(_Works(works), result, operation, group_name)
+    return Pending(_Works(works, group_name), result, operation, group_name)

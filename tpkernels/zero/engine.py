@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tpkernels.comm.agreement import control_device
 from tpkernels.comm.collectives import all_reduce_max
+from tpkernels.comm.exchange import in_flight
 from tpkernels.comm.group import Group
 from tpkernels.errors import ConfigError
 from tpkernels.reference.prefetch_scheduler import ActionKind
@@ -264,16 +265,13 @@ class Engine:
         """
         if self._backward_runs:  # an optimizer that steps each parameter when its gradient is there
             return
-        waiting = []
-        for unit in self.units:
-            for collected in unit.gradients:
-                collected.forget_zeroed()
-            waiting += [
-                slot.name
-                for which, index, slot in unit.trained()
-                if index in unit.gradients[which].filled
-                and (shards is None or id(slot.shard) in shards)
-            ]
+        waiting = [
+            slot.name
+            for unit in self.units
+            for collected in unit.gradients
+            for slot in collected.waiting()
+            if shards is None or id(slot.shard) in shards
+        ]
         if waiting:
             raise ConfigError(
                 f"{does} while gradients that no_sync() collected wait to be reduced "
@@ -352,12 +350,14 @@ class Engine:
         self._open = {}
         self.by_hand.clear()
         self.hooks.forget()
+        held = in_flight()  # until it is known whether they end
         for unit in self.units:
             unit.drain()
             unit.hide()
         restarts = self._roll.is_broken and self._transfers.restart()
         if restarts:
             self._roll.restart()
+        del held
         self.scheduler.reset(restarts)
         # What was decided need not have been done: nothing that is there is trusted.
         self.scheduler.invalidate(range(len(self.units)))

@@ -18,7 +18,7 @@ from tpkernels.chunked_tensor import ChunkedTensor, local_values
 from tpkernels.comm.group import Group
 from tpkernels.errors import ConfigError
 from tpkernels.shard_spec import spec_of
-from tpkernels.zero.flat_buffer import FlatBuffer
+from tpkernels.zero.flat_buffer import FlatBuffer, Slot
 
 _HOLDERS = 2  # of the memory of all shards' gradients: the flat tensor, and its storage in Python
 
@@ -127,6 +127,11 @@ class GradientBuffer:
                 )
             self.filled.discard(index)
             del self._marks[index]
+
+    def waiting(self) -> list[Slot]:
+        """The parameters whose gradients were collected and not yet reduced."""
+        self.forget_zeroed()
+        return [self.buffer.slots[index] for index in sorted(self.filled)]
 
     def _leave_held_memory(self) -> None:
         """What somebody keeps of earlier gradients stays as it is: new ones go elsewhere."""

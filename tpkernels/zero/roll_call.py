@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tpkernels import envs
 from tpkernels.comm.collectives import Pending
-from tpkernels.comm.exchange import abandon, all_gather_bytes_async
+from tpkernels.comm.exchange import all_gather_bytes_async
 from tpkernels.comm.group import Group
 from tpkernels.errors import AgreementError, TPKernelsWarning
 
@@ -123,7 +123,6 @@ class RollCall:
     def restart(self) -> None:
         """Begin anew, when what was sent is ignored. Every rank is broken, and does this."""
         self._broken = None
-        abandon(*self._started)
         self._started.clear()
         self._recent = ()
         self._followers.clear()

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from tpkernels.comm.exchange import abandon
 from tpkernels.errors import ConfigError
 from tpkernels.reference.prefetch_scheduler import UnitBytes
 from tpkernels.zero.flat_buffer import FlatBuffer, Slot
@@ -226,7 +225,6 @@ class Unit:
         gathering, self._gathering = self._gathering, []
         reducing, self._reducing = self._reducing, []
         if not all(_ends(wait) for wait in gathering):
-            abandon(gathering)
             for buffer in self.buffers:
                 self._transfers.lose(buffer)
         ends = True
@@ -234,8 +232,6 @@ class Unit:
             ends = ends and _ends(each.wait)
             if ends:
                 self._transfers.finish(each.whole)
-            else:
-                abandon(each)
         for gradient in self.gradients:
             for whole in gradient.drop():
                 self._transfers.finish(whole)
