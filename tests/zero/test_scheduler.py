@@ -46,15 +46,20 @@ def spent(driver: Driver, act) -> tuple[int, int, int, int]:
 @few
 @given(units=training_units, more=st.integers(0, 30), data=st.data())
 def test_what_repeats_is_gathered_ahead_from_the_second_time_on(units, more, data):
-    """A budget of one unit is enough for hits alone, and nothing is gathered in vain."""
+    """A budget of one unit is enough for hits alone, and nothing is gathered in vain.
+
+    But where backward uses a held unit again: its hold ends with the first use, and for the next
+    one, which is nearer, what was gathered ahead makes room.
+    """
     driver = Driver(units, largest(units) + more)
     forward = data.draw(st.lists(st.integers(0, len(units) - 1), min_size=1, max_size=8))
     backward = data.draw(st.permutations(forward))
+    again = sum(forward.count(i) - 1 for i in set(forward) if units[i].held)
     for repetition in range(3):
         uses, gathers, misses, wasted = spent(driver, lambda: driver.step(forward, backward))
         driver.invalidate()  # the optimizer's step
         if repetition:
-            assert misses == wasted == 0
+            assert misses == 0 and wasted <= again
             assert gathers <= uses
 
 
