@@ -1,13 +1,16 @@
 // M tokens, K in-features, N out-features, N2 out-features of the layer after it.
 #include "ops/gemm_act_cpu.h"
 
+#include <ATen/Context.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
 #include "kernels/epilogue_cpu.h"
 #include "ops/checks.h"
+#include "ops/cpu_table.h"
 #include "ops/matmul.h"
+#include "ops/onednn_linear.h"
 
 namespace tpkernels {
 namespace {
@@ -31,6 +34,35 @@ std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& tensor) {
   return tensor ? std::optional(tensor->contiguous()) : std::nullopt;
 }
 
+CpuWay way_of(const at::Tensor& x_MK, const at::Tensor& weight,
+              const std::optional<at::Tensor>& bias, Activation act, bool plain) {
+  return cpu_way({dtype_of(weight), act, bias.has_value(), x_MK.size(0), weight.size(0),
+                  weight.size(1), has_contiguous_rows(weight),
+                  plain && at::hasMKLDNN() && at::globalContext().userEnabledMkldnn()});
+}
+
+// In one pass: the results, and the pre-activations where `pre` is given.
+void decode(const at::Tensor& x_MK, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+            Activation act, const at::Tensor& y_MN, const at::Tensor* pre_MN) {
+  const at::Tensor x = has_contiguous_rows(x_MK) ? x_MK : x_MK.contiguous();
+  const std::optional<at::Tensor> bias_N = contiguous(bias);
+  DecodeGemm gemm{};
+  gemm.x = x.const_data_ptr();
+  gemm.x_stride = x.stride(0);
+  gemm.weight = weight.const_data_ptr();
+  gemm.weight_stride = weight.stride(0);
+  gemm.bias = bias_N ? bias_N->const_data_ptr() : nullptr;
+  gemm.y = y_MN.mutable_data_ptr();
+  gemm.pre = pre_MN ? pre_MN->mutable_data_ptr() : nullptr;
+  gemm.y_stride = y_MN.size(1);
+  gemm.m = x.size(0);
+  gemm.n = weight.size(0);
+  gemm.k = weight.size(1);
+  gemm.dtype = gemm.out = dtype_of(weight);
+  gemm.act = act;
+  run_decode(gemm);
+}
+
 }  // namespace
 
 at::Tensor gemm_act_cpu(const at::Tensor& x, const at::Tensor& weight,
@@ -38,11 +70,24 @@ at::Tensor gemm_act_cpu(const at::Tensor& x, const at::Tensor& weight,
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Activation activation = parse_activation(act);
   check_gemm("gemm_act", x, "weight", weight, "bias", bias);
-  at::Tensor y_MN = matmul(as_matrix(x), weight.t());
+  const at::Tensor x_MK = as_matrix(x);
+  const std::vector<int64_t> sizes = with_last_size(x, weight.size(0));
+  switch (way_of(x_MK, weight, bias, activation, /*plain=*/true)) {
+    case CpuWay::kDecode: {
+      const at::Tensor y = at::empty(sizes, x.options());
+      decode(x_MK, weight, bias, activation, y.view({x_MK.size(0), weight.size(0)}), nullptr);
+      return y;
+    }
+    case CpuWay::kOneDnn:
+      return onednn_linear(x_MK, weight, contiguous(bias), activation).view(sizes);
+    case CpuWay::kLibrary:
+      break;
+  }
+  const at::Tensor y_MN = matmul(x_MK, weight.t());
   if (bias || activation != Activation::kNone) {
     bias_act(y_MN, contiguous(bias), nullptr, y_MN, activation);
   }
-  return y_MN.view(with_last_size(x, weight.size(0)));
+  return y_MN.view(sizes);
 }
 
 std::tuple<at::Tensor, at::Tensor> gemm_act_aux_cpu(const at::Tensor& x, const at::Tensor& weight,
@@ -51,10 +96,18 @@ std::tuple<at::Tensor, at::Tensor> gemm_act_aux_cpu(const at::Tensor& x, const a
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Activation activation = parse_activation(act);
   check_gemm("gemm_act_aux", x, "weight", weight, "bias", bias);
-  at::Tensor pre_MN = matmul(as_matrix(x), weight.t());
-  at::Tensor y_MN = at::empty_like(pre_MN);
-  bias_act(pre_MN, contiguous(bias), bias ? &pre_MN : nullptr, y_MN, activation);
+  const at::Tensor x_MK = as_matrix(x);
   const std::vector<int64_t> sizes = with_last_size(x, weight.size(0));
+  at::Tensor pre_MN, y_MN;
+  if (way_of(x_MK, weight, bias, activation, /*plain=*/false) == CpuWay::kDecode) {
+    pre_MN = at::empty({x_MK.size(0), weight.size(0)}, x.options());
+    y_MN = at::empty_like(pre_MN);
+    decode(x_MK, weight, bias, activation, y_MN, &pre_MN);
+  } else {
+    pre_MN = matmul(x_MK, weight.t());
+    y_MN = at::empty_like(pre_MN);
+    bias_act(pre_MN, contiguous(bias), bias ? &pre_MN : nullptr, y_MN, activation);
+  }
   return {y_MN.view(sizes), pre_MN.view(sizes)};
 }
 

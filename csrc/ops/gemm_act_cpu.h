@@ -1,6 +1,6 @@
 // CPU kernels of gemm_act, gemm_act_aux, act_grad and gemm_dact. Meaning, shapes and errors are
-// those of the ops in tpkernels/ops/gemm_act.py. The GEMM is ATen's, writing a new tensor; the
-// epilogue runs over it in place. Inputs are not changed, outputs share no memory with them.
+// those of the ops in tpkernels/ops/gemm_act.py. What multiplies is chosen by ops/cpu_table.h.
+// Inputs are not changed, outputs share no memory with them.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -7,6 +7,7 @@
 
 #include "kernels/epilogue_cpu.h"
 #include "ops/checks.h"
+#include "ops/cpu_table.h"
 #include "ops/matmul.h"
 
 namespace tpkernels {
@@ -40,6 +41,42 @@ void bias_glu(const at::Tensor& gate_MN, const at::Tensor& up_MN,
   run_epilogue(epilogue_kernels().bias_glu, by_row ? y_MN.size(0) : 1, params);
 }
 
+bool decodes(const at::Tensor& x_MK, const at::Tensor& w_gate, const at::Tensor& w_up,
+             Activation act) {
+  const bool contiguous = has_contiguous_rows(w_gate) && has_contiguous_rows(w_up) &&
+                          w_gate.stride(0) == w_up.stride(0);
+  return cpu_way({dtype_of(w_up), act, false, x_MK.size(0), w_up.size(0), w_up.size(1), contiguous,
+                  false}) == CpuWay::kDecode;
+}
+
+// In one pass: the results, and the pre-activations where `gate` and `up` are given.
+void decode(const at::Tensor& x_MK, const at::Tensor& w_gate, const at::Tensor& w_up,
+            const std::optional<at::Tensor>& b_gate, const std::optional<at::Tensor>& b_up,
+            Activation act, const at::Tensor& y_MN, const at::Tensor* gate_MN,
+            const at::Tensor* up_MN) {
+  const at::Tensor x = has_contiguous_rows(x_MK) ? x_MK : x_MK.contiguous();
+  const at::Tensor bias_gate = b_gate ? b_gate->contiguous() : at::Tensor();
+  const at::Tensor bias_up = b_up ? b_up->contiguous() : at::Tensor();
+  DecodeGemm gemm{};
+  gemm.x = x.const_data_ptr();
+  gemm.x_stride = x.stride(0);
+  gemm.weight = w_up.const_data_ptr();
+  gemm.gate = w_gate.const_data_ptr();
+  gemm.weight_stride = w_up.stride(0);
+  gemm.bias = b_up ? bias_up.const_data_ptr() : nullptr;
+  gemm.bias_gate = b_gate ? bias_gate.const_data_ptr() : nullptr;
+  gemm.y = y_MN.mutable_data_ptr();
+  gemm.pre = up_MN ? up_MN->mutable_data_ptr() : nullptr;
+  gemm.pre_gate = gate_MN ? gate_MN->mutable_data_ptr() : nullptr;
+  gemm.y_stride = y_MN.size(1);
+  gemm.m = x.size(0);
+  gemm.n = w_up.size(0);
+  gemm.k = w_up.size(1);
+  gemm.dtype = gemm.out = dtype_of(w_up);
+  gemm.act = act;
+  run_decode(gemm);
+}
+
 // d_gate may be dy.
 void glu_grad(const at::Tensor& dy, const at::Tensor& gate, const at::Tensor& up,
               const at::Tensor& d_gate, const at::Tensor& d_up, Activation act) {
@@ -65,6 +102,11 @@ at::Tensor gemm_glu_cpu(const at::Tensor& x, const at::Tensor& w_gate, const at:
   const Activation activation = parse_activation(act);
   check_glu("gemm_glu", x, w_gate, w_up, b_gate, b_up);
   const at::Tensor x_MK = as_matrix(x);
+  if (decodes(x_MK, w_gate, w_up, activation)) {
+    const at::Tensor y_MN = at::empty({x_MK.size(0), w_gate.size(0)}, x.options());
+    decode(x_MK, w_gate, w_up, b_gate, b_up, activation, y_MN, nullptr, nullptr);
+    return y_MN.view(with_last_size(x, w_gate.size(0)));
+  }
   const at::Tensor y_MN = matmul(x_MK, w_gate.t());
   const at::Tensor up_MN = matmul(x_MK, w_up.t());
   bias_glu(y_MN, up_MN, b_gate, b_up, /*keep=*/false, y_MN, activation);
@@ -79,10 +121,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> gemm_glu_aux_cpu(
   const Activation activation = parse_activation(act);
   check_glu("gemm_glu_aux", x, w_gate, w_up, b_gate, b_up);
   const at::Tensor x_MK = as_matrix(x);
-  const at::Tensor gate_MN = matmul(x_MK, w_gate.t());
-  const at::Tensor up_MN = matmul(x_MK, w_up.t());
-  const at::Tensor y_MN = at::empty_like(gate_MN);
-  bias_glu(gate_MN, up_MN, b_gate, b_up, /*keep=*/true, y_MN, activation);
+  at::Tensor gate_MN, up_MN, y_MN;
+  if (decodes(x_MK, w_gate, w_up, activation)) {
+    gate_MN = at::empty({x_MK.size(0), w_gate.size(0)}, x.options());
+    up_MN = at::empty_like(gate_MN);
+    y_MN = at::empty_like(gate_MN);
+    decode(x_MK, w_gate, w_up, b_gate, b_up, activation, y_MN, &gate_MN, &up_MN);
+  } else {
+    gate_MN = matmul(x_MK, w_gate.t());
+    up_MN = matmul(x_MK, w_up.t());
+    y_MN = at::empty_like(gate_MN);
+    bias_glu(gate_MN, up_MN, b_gate, b_up, /*keep=*/true, y_MN, activation);
+  }
   const std::vector<int64_t> sizes = with_last_size(x, w_gate.size(0));
   return {y_MN.view(sizes), gate_MN.view(sizes), up_MN.view(sizes)};
 }

@@ -1,10 +1,12 @@
-// The library GEMM under the fused ops, and the sharing out of epilogue units to ATen's threads.
+// The GEMMs under the fused ops, and the sharing out of their work to ATen's threads.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <vector>
+
+#include "kernels/gemm_decode_cpu.h"
 
 namespace tpkernels {
 
@@ -20,6 +22,12 @@ std::vector<int64_t> with_last_size(const at::Tensor& x, int64_t last);
 // rows: the GEMM alone loses 2, 14, 24 % in fp32 and 2, 10, 26 % in bf16, the pass is 2 to 6 % of
 // it).
 at::Tensor matmul(const at::Tensor& a_MK, const at::Tensor& b_KN);
+
+// Whether the elements of a row of a [rows, K] are adjacent.
+inline bool has_contiguous_rows(const at::Tensor& a) { return a.stride(1) == 1 || a.size(1) <= 1; }
+
+// The columns of `gemm`, shared out to the threads of torch.set_num_threads.
+void run_decode(const DecodeGemm& gemm);
 
 // work(begin, end) over [0, rows * blocks_of(cols)) on the threads of torch.set_num_threads.
 void for_each_unit(int64_t rows, int64_t cols, void (*work)(int64_t, int64_t, void*),

@@ -81,7 +81,7 @@ def test_reference_can_always_be_asked_for(ask):
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
-@pytest.mark.parametrize("name", ["onednn", "triton", "cuda", "cublaslt"])
+@pytest.mark.parametrize("name", ["triton", "cuda", "cublaslt"])
 def test_what_cannot_serve_raises_with_the_reason(ask, monkeypatch, name, op):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     tensors = op.integers((2,), 3, 4)

@@ -236,7 +236,8 @@ def test_candidates_are_what_could_serve():
     assert choice.candidates("gemm_act", H200, f64, "relu", True) == ["reference"]
     assert choice.candidates("gemm_act", T4, bf16, "gelu") == ["reference"]
     on_cpu = choice.candidates("gemm_act", torch.device("cpu"), bf16, "gelu")
-    assert set(on_cpu) <= {"reference", "cpu"}
+    assert set(on_cpu) <= {"reference", "cpu", "onednn"}
+    assert "onednn" not in choice.candidates("gemm_glu", torch.device("cpu"), bf16, "gelu")
 
 
 def test_a_repeated_call_costs_little():

@@ -23,6 +23,7 @@ from tpkernels.kernels import available, table
 from tpkernels.kernels.alignment import VECTOR
 from tpkernels.kernels.table import TUNE, DeviceDescription, TableRow, bucket
 from tpkernels.library import OP_NAMES
+from tpkernels.ops import onednn
 from tpkernels.ops.implementations import (
     LOCAL_OPS,
     Call,
@@ -54,9 +55,10 @@ _DTYPES = {  # `table.dtype_key` back
     "float32": torch.float32,
     "tf32": torch.float32,
 }
+_TABLED = ("gemm_act", "gemm_act_aux", "gemm_glu", "gemm_glu_aux")  # by csrc/ops/cpu_table.cpp
 _SHOWN = 60  # characters of a text that is not right
 _registered = False  # the extension's CPU kernels are in the dispatcher
-_interpreted: Any = None  # the library that holds the Triton kernels for CPU tensors
+_asked_for: Any = None  # the library of what serves CPU tensors only when asked: triton, onednn
 _forced: list[str] = []  # names given to `using`, innermost last
 _memo: dict[tuple[Any, ...], Choice] = {}
 _memo_generation = -1
@@ -98,23 +100,24 @@ def apply() -> None:
     Runs at import; call it again after changing ``TPKERNELS_GEMM`` in a running process. On CUDA
     every call asks :func:`choose` instead.
     """
-    global _registered, _interpreted
+    global _registered, _asked_for
     _memo.clear()
     name = asked()
     compiled = name in ("auto", "cpu") and native.load() is not None
-    interpreted = name == "triton" and available.interpreting() and available.status().available
-    if _interpreted is not None and not interpreted:
-        _interpreted._destroy()
-        _interpreted = None
+    if _asked_for is not None:
+        _asked_for._destroy()
+        _asked_for = None
     if compiled != _registered:
         extension = native.load()
         assert extension is not None
         (extension.register_cpu_kernels if compiled else extension.deregister_cpu_kernels)()
         _registered = compiled
-    if interpreted and _interpreted is None:
+    if name == "triton" and available.interpreting() and available.status().available:
         from tpkernels.ops import serve
 
-        _interpreted = serve.register("CPU")
+        _asked_for = serve.register("CPU")
+    elif name == "onednn" and onednn.available():
+        _asked_for = onednn.register(LOCAL_OPS, choose)
 
 
 def _cannot(name: str, refused: Refusal) -> ConfigError:
@@ -292,6 +295,13 @@ def resolve_all() -> list[tuple[str, str, str]]:
             found.append((op, "reference", "made of the local ops and torch.distributed"))
         elif op == "gemm_dact_dbias" and implementation == "cpu":
             found.append((op, implementation, f"{reason}: gemm_dact's, then a sum"))
+        elif op in _TABLED and implementation == "cpu":
+            extension = native.load()
+            assert extension is not None
+            table_says = extension.cpu_table_summary(plain=op == "gemm_act")
+            found.append((op, implementation, f"{reason}: {table_says}"))
+        elif implementation == "onednn" and op != "gemm_act":
+            found.append((op, "none", f"{reason} serves only {onednn.SERVES}"))
         else:
             found.append((op, implementation, reason))
     return found

@@ -10,7 +10,7 @@ from tpkernels import native
 from tpkernels.kernels import available
 from tpkernels.kernels.config import DTYPES
 from tpkernels.kernels.table import DeviceDescription
-from tpkernels.ops import cublaslt
+from tpkernels.ops import cublaslt, onednn
 
 LOCAL_OPS = (  # ops of one rank, which an implementation can serve
     "gemm_act",
@@ -72,19 +72,23 @@ def implementations() -> list[ImplementationStatus]:
         ImplementationStatus(
             "cpu",
             built,
-            "compiled epilogues on the library's GEMM" if built else status.reason,
+            "compiled GEMMs for few rows, else epilogues on the library's GEMM"
+            if built
+            else status.reason,
             None if built else status.fix,
         ),
-        ImplementationStatus(
-            "onednn",
-            False,
-            "no kernels of its own in this version: torch's linear, under reference and cpu, "
-            "calls oneDNN where it pays",
-        ),
+        _onednn_status(),
         ImplementationStatus("triton", triton.available, triton.reason, triton.fix),
         ImplementationStatus("cuda", False, "not part of this version"),
         _cublaslt_status(),
     ]
+
+
+def _onednn_status() -> ImplementationStatus:
+    if onednn.available():
+        return ImplementationStatus("onednn", True, onednn.SERVES)
+    reason = "torch was built without oneDNN, or torch.backends.mkldnn.enabled is False"
+    return ImplementationStatus("onednn", False, reason)
 
 
 def _cublaslt_status() -> ImplementationStatus:
@@ -107,13 +111,20 @@ def refusal(name: str, call: Call) -> Refusal | None:
         if call.device_type != "cuda":
             return Refusal(f"it does not serve device {call.device_type!r}, only CUDA")
         if not cublaslt.serves(call.op, call.dtype, call.act, call.bias):
-            bias = "a bias" if call.bias else "no bias"
-            dtype = _name(call.dtype)
-            given = f"this is {call.op} with {bias} and act {call.act} in {dtype}"
-            return Refusal(f"it serves {cublaslt.SERVES}; {given}")
+            return Refusal(f"it serves {cublaslt.SERVES}; {_given(call)}")
+    if name == "onednn":
+        if call.device_type != "cpu":
+            return Refusal(f"it does not serve device {call.device_type!r}, only CPU")
+        if not onednn.serves(call.op, call.dtype, call.act):
+            return Refusal(f"it serves {onednn.SERVES}; {_given(call)}")
     if name == "cpu" and call.device_type != "cpu":
         return Refusal(f"it does not serve device {call.device_type!r}")
     return None
+
+
+def _given(call: Call) -> str:
+    bias = "a bias" if call.bias else "no bias"
+    return f"this is {call.op} with {bias} and act {call.act} in {_name(call.dtype)}"
 
 
 def _triton_refusal(call: Call) -> Refusal | None:
