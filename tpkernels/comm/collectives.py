@@ -14,9 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpkernels.comm import tpshm
 from tpkernels.comm.group import group_by_name
 from tpkernels.comm.liveness import missing_ranks
 from tpkernels.errors import CommunicationError
+
+tpshm.register()
 
 # torch 2.13 renamed both and warns on the old names; 2.11 has only those.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -49,6 +52,8 @@ def _guarded(
     try:
         return call(*args, **kw)
     except RuntimeError as error:  # DistBackendError, Gloo's and NCCL's own errors
+        if str(error).startswith(f"{tpshm.NAME}: "):  # says group, operation and ranks itself
+            raise CommunicationError(str(error)) from error
         group = group_by_name(group_name)
         assert group is not None
         members = dist.get_process_group_ranks(group)

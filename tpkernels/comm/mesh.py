@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import sys
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpkernels import envs
+from tpkernels.comm import tpshm
 from tpkernels.errors import ConfigError
+
+tpshm.register()
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -27,7 +32,8 @@ def init_mesh(
     """A ``DeviceMesh`` with dimensions ``("pp", "dp_replicate", "dp_shard", "cp", "tp")``.
 
     The process group is started from torchrun's variables (``RANK``, ``WORLD_SIZE``, ...) when
-    none runs yet; a plain ``python`` is a world of one. Flattened dimensions ``"dp"``
+    none runs yet; a plain ``python`` is a world of one. It then runs on ``tpshm``, which is Gloo
+    where ranks share no host, and on ``nccl`` for CUDA. Flattened dimensions ``"dp"``
     (dp_replicate x dp_shard) and ``"dp_shard_cp"`` can be taken by name as well.
 
     Args:
@@ -55,8 +61,20 @@ def init_mesh(
     ]
     if limited:
         for group in (*mesh.get_all_groups(), *(each.get_group() for each in flattened)):
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            _limit(group, timeout)
     return mesh
+
+
+def _limit(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+    """As ``_set_pg_timeout``, which passes over every backend that is not PyTorch's own."""
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        # The second name for those that PyTorch's debug mode wraps, where this torch has it.
+        for name in ("_set_default_timeout", "set_timeout"):
+            if hasattr(backend, name):
+                with contextlib.suppress(RuntimeError):  # a backend without limits
+                    getattr(backend, name)(timeout)
+                break
 
 
 def _checked_device_type(device_type: str | None) -> str:
@@ -107,7 +125,10 @@ def _start_process_group(device_type: str, timeout: datetime.timedelta) -> None:
     if device_type == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    # All ranks ask for the same, or they wait for each other; where a rank cannot have tpshm, all
+    # agree on Gloo while they make the group.
+    cpu = tpshm.NAME if sys.platform.startswith("linux") else "gloo"
+    backend = f"cpu:{cpu},cuda:nccl" if device_type == "cuda" else cpu
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout, device_id=device)
     else:

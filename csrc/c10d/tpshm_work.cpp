@@ -1,0 +1,73 @@
+#include "c10d/tpshm_work.h"
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+
+#include <mutex>
+#include <utility>
+
+namespace tpkernels {
+namespace {
+
+using Future = c10::ivalue::Future;
+
+void settle(Future& future, const std::exception_ptr& error, c10::IValue value) {
+  if (error) {
+    future.setError(error);
+  } else {
+    future.markCompleted(std::move(value));
+  }
+}
+
+}  // namespace
+
+TpshmWork::TpshmWork(int rank, c10d::OpType operation, const char* title,
+                     const std::vector<at::Tensor>& inputs,
+                     std::vector<std::vector<at::Tensor>> outputs, uint64_t sequence)
+    : c10d::Work(rank, operation, title, inputs),
+      outputs_(std::move(outputs)),
+      sequence_(sequence) {}
+
+std::vector<at::Tensor> TpshmWork::result() {
+  TORCH_CHECK(isCompleted(),
+              "tpshm: result() of an operation that is under way. Fix: call wait() first");
+  TORCH_CHECK(outputs_.size() <= 1,
+              "tpshm: result() cannot give a list of lists. Fix: use get_future() and value()");
+  return outputs_.empty() ? std::vector<at::Tensor>() : outputs_[0];
+}
+
+c10::IValue TpshmWork::value() const {
+  if (outputs_.empty()) return c10::IValue(std::vector<at::Tensor>());
+  if (outputs_.size() > 1) return c10::IValue(outputs_);
+  return c10::IValue(outputs_[0]);
+}
+
+c10::TypePtr TpshmWork::value_type() const {
+  const c10::TypePtr list = c10::ListType::create(c10::TensorType::get());
+  return outputs_.size() > 1 ? c10::TypePtr(c10::ListType::create(list)) : list;
+}
+
+c10::intrusive_ptr<Future> TpshmWork::getFuture() {
+  std::unique_lock lock(mutex_);
+  if (future_) return future_;
+  future_ = c10::make_intrusive<Future>(value_type());
+  const c10::intrusive_ptr<Future> future = future_;
+  const bool settled = settled_;
+  lock.unlock();  // a callback may ask for the future
+  if (settled) settle(*future, error_, value());
+  return future;
+}
+
+void TpshmWork::complete(std::exception_ptr error) {
+  c10::intrusive_ptr<Future> future;
+  {
+    std::lock_guard lock(mutex_);
+    settled_ = true;
+    error_ = error;
+    future = future_;
+  }
+  if (future) settle(*future, error, value());
+  finish(error);
+}
+
+}  // namespace tpkernels
