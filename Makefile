@@ -6,7 +6,7 @@ CUDA_FILES = $(wildcard csrc/kernels/*.cu)
 # The -gencode form: -arch=sm_90a alone would also run a plain sm_90 pass.
 GENCODE := -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90a,code=sm_90a
 
-.PHONY: help demo test setup build lint format ctest cuda-check kernel-check compat clean
+.PHONY: help demo test setup build lint format ctest ctest-variant cuda-check kernel-check compat clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -35,13 +35,25 @@ format: setup  ## rewrite sources as lint wants them
 	@$(PY) -m ruff format -q tpkernels tests bench scripts setup.py
 	@.venv/bin/clang-format -i $(CXX_FILES)
 
-ctest:  ## C++ tests, without torch
+ctest:  ## C++ tests, without torch; those of threads and processes also under sanitizers
 	@if command -v cmake >/dev/null && command -v c++ >/dev/null; then \
-	  cmake -S . -B build/cmake -DCMAKE_BUILD_TYPE=Release >build/cmake.log 2>&1 \
-	    || { cat build/cmake.log; exit 1; }; \
-	  cmake --build build/cmake -j2 >>build/cmake.log 2>&1 || { tail -50 build/cmake.log; exit 1; }; \
-	  ctest --test-dir build/cmake --output-on-failure --no-tests=error; \
+	  $(MAKE) --no-print-directory ctest-variant BUILD=cmake && \
+	  $(MAKE) --no-print-directory ctest-variant BUILD=cmake-tsan SANITIZE=thread && \
+	  $(MAKE) --no-print-directory ctest-variant BUILD=cmake-asan SANITIZE=address,undefined; \
 	else echo "ctest: skipped, no cmake or no C++ compiler"; fi
+
+# The probe is run, not only linked: a sanitizer may not like how the kernel lays out addresses.
+ctest-variant:
+	@mkdir -p build; log=build/$(BUILD).log; probe=build/$(BUILD).probe; \
+	if [ -n "$(SANITIZE)" ] && ! { echo 'int main() {}' \
+	    | c++ -x c++ -fsanitize=$(SANITIZE) -o $$probe - && $$probe; } >$$log 2>&1; then \
+	  echo "ctest: SKIPPED under -fsanitize=$(SANITIZE), which does not work here:"; \
+	  tail -3 $$log; exit 0; \
+	fi; \
+	echo "ctest: $(if $(SANITIZE),-fsanitize=$(SANITIZE),Release)"; \
+	{ cmake -S . -B build/$(BUILD) -DCMAKE_BUILD_TYPE=Release -DTPK_SANITIZE=$(SANITIZE) \
+	    && cmake --build build/$(BUILD) -j2; } >$$log 2>&1 || { tail -50 $$log; exit 1; }; \
+	ctest --test-dir build/$(BUILD) --output-on-failure --no-tests=error
 
 cuda-check:  ## compile the CUDA sources where nvcc is (no GPU needed)
 ifeq ($(NVCC),)

@@ -4,7 +4,11 @@
 
 #include <string>
 
+#include "c10d.h"
+#include "comm.h"
+#include "cpu_table.h"
 #include "kernels/epilogue_cpu.h"
+#include "ops/interpreter.h"
 #include "ops/register_cpu.h"
 #include "runtime.h"
 
@@ -19,6 +23,18 @@ void raise_config_error(const std::string& message) {
   PyErr_SetString(error.ptr(), message.c_str());
   throw py::error_already_set();
 }
+
+// As tpkernels.errors.CommunicationError: see ops/interpreter.h.
+void raise_communication_error(const std::string& message) {
+  py::gil_scoped_acquire gil;
+  const py::object error = py::module_::import("tpkernels.errors").attr("CommunicationError");
+  PyErr_SetString(error.ptr(), message.c_str());
+  throw py::error_already_set();
+}
+
+void* release_interpreter() { return PyGILState_Check() ? PyEval_SaveThread() : nullptr; }
+
+void acquire_interpreter(void* state) { PyEval_RestoreThread(static_cast<PyThreadState*>(state)); }
 
 }  // namespace
 
@@ -46,6 +62,11 @@ PYBIND11_MODULE(_C, module) {
       "Put the CPU kernels under torch.ops.tpkernels.*; a second call does nothing.");
   module.def("deregister_cpu_kernels", &tpkernels::deregister_cpu_kernels,
              "Take the CPU kernels off again.");
+  tpkernels::bind_cpu_table(module);
 
+  tpkernels::set_interpreter(
+      {&release_interpreter, &acquire_interpreter, &raise_communication_error});
   tpkernels::bind_runtime(module);
+  tpkernels::bind_comm(module);
+  tpkernels::bind_c10d(module);
 }

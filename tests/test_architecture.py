@@ -45,12 +45,13 @@ CSRC_MAY_INCLUDE = {
     "kernels": {"common", "kernels"},
     "runtime": {"common", "runtime"},
     "host": {"common", "host"},
-    "ops": {"common", "kernels", "runtime", "ops"},
-    "c10d": {"common", "kernels", "runtime", "c10d"},
-    "tests": {"common", "kernels", "runtime", "host", "tests"},
+    "comm": {"common", "kernels", "runtime", "comm"},
+    "ops": {"common", "kernels", "runtime", "comm", "ops"},
+    "c10d": {"common", "kernels", "runtime", "comm", "c10d"},
+    "tests": {"common", "kernels", "runtime", "comm", "host", "tests"},
 }
 # Compiled without torch, in seconds.
-WITHOUT_TORCH = {"common", "kernels", "runtime", "host", "tests"}
+WITHOUT_TORCH = {"common", "kernels", "runtime", "comm", "host", "tests"}
 TORCH_HEADER = re.compile(r"(ATen|c10|caffe2|torch)/")
 PYTHON_HEADER = re.compile(r"(Python\.h|pybind11/|torch/(extension|python)\.h|torch/csrc/utils/py)")
 

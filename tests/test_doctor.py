@@ -118,11 +118,11 @@ def test_a_gpu_with_tables(capsys, h200):
 
 
 def test_a_variable_that_cannot_serve_is_said_for_every_place(capsys, h200, monkeypatch):
-    monkeypatch.setenv("TPKERNELS_GEMM", "onednn")
+    monkeypatch.setenv("TPKERNELS_GEMM", "cuda")
     found = report(capsys)
     for served in (found["ops"], found["gpus"]["NVIDIA H200"]):
         assert [each["op"] for each in served] == ["every op"]
-        assert "TPKERNELS_GEMM=onednn was asked for and cannot" in served[0]["reason"]
+        assert "TPKERNELS_GEMM=cuda was asked for and cannot" in served[0]["reason"]
 
 
 def test_without_a_gpu_there_is_no_table(capsys, monkeypatch):
@@ -158,7 +158,7 @@ WRONG = {
     "TPKERNELS_NATIVE": "7",
     "TPKERNELS_TIMEOUT": "-1",
     "TPKERNELS_CHECK": "x",
-    "TPKERNELS_OVERLAP": "fused",
+    "TPKERNELS_OVERLAP": "sideways",
     "TPKERNELS_CACHE": __file__,
 }
 

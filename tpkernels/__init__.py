@@ -16,10 +16,12 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from tpkernels import native
+from tpkernels.comm import tpshm
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # for type checkers; at run time __getattr__ imports them
+    from tpkernels import comm as comm
     from tpkernels import ops as ops
     from tpkernels.checkpoint import full_state_dict as full_state_dict
     from tpkernels.checkpoint import load_full_state_dict as load_full_state_dict
@@ -73,7 +75,7 @@ _EXPORTS = {
     "zero": "tpkernels.zero",
 }
 
-__all__ = ["__version__", "ops", *_EXPORTS]  # noqa: PLE0604 (names are lazy)
+__all__ = ["__version__", "comm", "ops", *_EXPORTS]  # noqa: PLE0604 (names are lazy)
 
 _TORCH_MISSING = (
     "tpkernels: torch is not installed and every tensor feature needs it. "
@@ -81,10 +83,12 @@ _TORCH_MISSING = (
 )
 _HAVE_TORCH = importlib.util.find_spec("torch") is not None
 
-if _HAVE_TORCH:
-    native.warn_if_missing()
-else:
+if not _HAVE_TORCH:
     print(_TORCH_MISSING, file=sys.stderr)
+elif not getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
+    # Else `import torch` asks for the backend, by its entry point: nobody asks for kernels yet.
+    native.warn_if_missing()
+    tpshm.register_if_loaded()
 
 
 class _Package(types.ModuleType):
@@ -99,11 +103,11 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    if name in _EXPORTS or name == "ops":
+    if name in _EXPORTS or name in ("comm", "ops"):
         if not _HAVE_TORCH:
             raise ImportError(_TORCH_MISSING)
-        if name == "ops":
-            return importlib.import_module("tpkernels.ops")
+        if name in ("comm", "ops"):
+            return importlib.import_module(f"tpkernels.{name}")
         value = getattr(importlib.import_module(_EXPORTS[name]), name)
         globals()[name] = value
         return value

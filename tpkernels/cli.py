@@ -26,6 +26,11 @@ COMMANDS = {
         True,
         "measure against plain PyTorch and its peers, tune this GPU's table, report",
     ),
+    "comm": (
+        "tpkernels.benchmarks.collectives",
+        True,
+        "measure collectives between ranks, with the columns of nccl-tests",
+    ),
     "doctor": (
         "tpkernels.doctor",
         False,

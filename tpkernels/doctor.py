@@ -114,14 +114,10 @@ def _refused_variables() -> dict[str, Finding]:
     refused = {}
     for variable, read in _VARIABLES.items():
         try:
-            value = read()
+            read()
         except ConfigError as error:
             state, _, fix = str(error).partition(". Fix: ")
             refused[variable] = Finding("environment", state, fix)
-            continue
-        if variable == "TPKERNELS_OVERLAP" and value in envs.OVERLAP_STRATEGIES_LACKING:
-            state = f"{variable}={value}: this version has no {value} kernels"
-            refused[variable] = Finding("environment", state, f"unset {variable}")
     return refused
 
 
@@ -191,6 +187,7 @@ def _torch() -> list[Finding]:
         if available
     ]
     findings.append(Finding("backends", ", ".join(backends) or "none"))
+    findings.append(_tpshm())
     if torch.version.cuda is None:
         # --force-reinstall: pip takes the CPU build of the same version for good enough
         fix = f"pip install --force-reinstall torch (a CUDA build), then: {BUILD_COMMAND}"
@@ -212,6 +209,13 @@ def _torch() -> list[Finding]:
         access = f"; peer access to {', '.join(peers)}" if peers else "; no peer access"
         findings.append(Finding(f"GPU {index}", f"{name}, sm_{major}{minor}{access}"))
     return findings
+
+
+def _tpshm() -> Finding:
+    from tpkernels.comm import tpshm
+
+    available, reason, fix = tpshm.availability()
+    return Finding(tpshm.NAME, f"{'available' if available else 'not available'}: {reason}", fix)
 
 
 def _gpus() -> list[DeviceDescription]:

@@ -6,11 +6,12 @@ variable                values (default)             meaning
 ``TPKERNELS_GEMM``      auto, reference, cpu,        implementation that serves the local ops;
                         onednn, triton, cuda,        auto: on CPU the compiled kernels, on CUDA
                         cublaslt (auto)              what the measured table says is fastest;
-                                                     this version lacks onednn and cuda:
-                                                     asking for one raises
+                                                     onednn serves gemm_act on CPU; this version
+                                                     lacks cuda: asking for it raises
 ``TPKERNELS_OVERLAP``   auto, off, chunked,          overlap strategy of GEMM and collective;
-                        signaled, fused (auto)       signaled needs a GPU; this version lacks
-                                                     fused: asking for one raises
+                        signaled, fused (auto)       signaled needs a GPU, fused CPU ranks that
+                                                     share memory: asking for what cannot serve
+                                                     raises
 ``TPKERNELS_CACHE``     a directory                  where ``tpkernels bench --tune`` keeps the
                         (~/.cache/tpkernels)         measured tables of this user
 ``TPKERNELS_CHECK``     first, always, off (first)   when ranks compare their inputs
@@ -29,7 +30,6 @@ from tpkernels.errors import ConfigError
 
 IMPLEMENTATIONS = ("reference", "cpu", "onednn", "triton", "cuda", "cublaslt")
 OVERLAP_STRATEGIES = ("off", "chunked", "signaled", "fused")
-OVERLAP_STRATEGIES_LACKING = ("fused",)  # asking for them raises
 CHECK_MODES = ("first", "always", "off")
 
 

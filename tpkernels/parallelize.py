@@ -35,6 +35,7 @@ from tpkernels.modules import (
 from tpkernels.modules.class_swap import is_changed, is_swapped, restore_class
 from tpkernels.modules.parameters import gather_full, gather_gradient
 from tpkernels.ops import choice
+from tpkernels.overlap import fused
 from tpkernels.overlap.plan import plan_gemm_all_reduce
 from tpkernels.overlap.signaled import require_signaled
 from tpkernels.plan import replacements_from_plan
@@ -203,10 +204,13 @@ def _implementation(device: torch.device, dtype: torch.dtype, group: Group) -> s
     kernel = choice.summary(device, dtype)
     if group.size == 1:
         return kernel
-    plan = plan_gemm_all_reduce(1 << 12, 1 << 12, 2, group.name)
+    fused_rows = fused.rows_served(device, dtype, group.name)
+    refused = None if fused_rows else "not CPU ranks that share memory, or a dtype without kernels"
+    plan = plan_gemm_all_reduce(1 << 12, 1 << 12, 2, group.name, fused=refused)
     if plan.strategy == "signaled":
         require_signaled(device, dtype)
-    return f"{kernel}, overlap {plan.strategy}"
+    few = f"fused up to {fused_rows} rows, then " if fused_rows and envs.overlap() == "auto" else ""
+    return f"{kernel}, overlap {few}{plan.strategy}"
 
 
 def _parameter_bytes(model: nn.Module) -> int:

@@ -76,11 +76,29 @@ def test_the_group_of_one_has_nothing_to_overlap():
     assert str(plan_gemm_all_reduce(4096, 1024, 4, "")) == "off (group of one)"
 
 
-def test_a_strategy_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setenv("TPKERNELS_OVERLAP", "fused")
-    message = "TPKERNELS_OVERLAP=fused was asked for, .*allowed: auto, off, chunked, signaled. Fix:"
-    with pytest.raises(ConfigError, match=message):
-        plan_gemm_all_reduce(8, 8, 4, "")
+def fused_plans(group, cases):
+    name = resolve_group(group).name
+    return [
+        str(plan_gemm_all_reduce(rows, 8, 4, name, fused=refusal, fused_rows=32))
+        for rows, refusal in cases
+    ]
+
+
+@pytest.mark.parametrize(
+    ("env", "rows", "refusal", "expected"),
+    [
+        ({}, 32, None, "fused (ranks share memory, and rows are at most 32)"),
+        ({}, 33, None, "off (ranks share a host"),
+        ({}, 0, None, "off (ranks share a host"),
+        ({}, 1, "because", "off (ranks share a host"),
+        ({"TPKERNELS_OVERLAP": "fused"}, 33, None, "fused (TPKERNELS_OVERLAP=fused)"),
+        ({"TPKERNELS_OVERLAP": "off"}, 1, None, "off (TPKERNELS_OVERLAP=off)"),
+        ({"TPKERNELS_OVERLAP": "chunked"}, 8, None, "chunked x4 (TPKERNELS_OVERLAP=chunked)"),
+    ],
+)
+def test_few_rows_are_fused_where_that_can_serve(pool, env, rows, refusal, expected):
+    for (shown,) in pool.run(fused_plans, [(rows, refusal)], world_size=2, env=env):
+        assert shown.startswith(expected)
 
 
 def row(group):
@@ -88,7 +106,7 @@ def row(group):
 
 
 def test_the_op_refuses_them_too_on_every_rank(pool):
-    for value, message in (("fused", "has no fused kernels"), ("Chunked", "is not known")):
+    for value, message in (("fused", "the ranks share no memory"), ("Chunked", "is not known")):
         with pytest.raises(RankError, match=message) as caught:
             pool.run(row, world_size=2, env={"TPKERNELS_OVERLAP": value})
         assert len(caught.value.failures) == 2

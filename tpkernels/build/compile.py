@@ -21,6 +21,7 @@ from tpkernels.build.torch_install import TorchInstall
 ISA_FLAGS = {
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
+    "avx512bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"],
 }
 # -fno-math-errno and -fno-trapping-math let loops vectorise; NaN and infinity keep their meaning.
 CXX_FLAGS = [

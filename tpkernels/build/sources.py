@@ -6,7 +6,10 @@ import hashlib
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
-SOURCE_FOLDERS = ("csrc/common", "csrc/kernels", "csrc/runtime", "csrc/ops", "python")
+SOURCE_FOLDERS = (
+    *("csrc/common", "csrc/kernels", "csrc/runtime", "csrc/comm", "csrc/ops", "csrc/c10d"),
+    "python",
+)
 _SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 
 

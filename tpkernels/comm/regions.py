@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpkernels.comm import collectives
+from tpkernels.comm.direct import sum_in_place
 from tpkernels.comm.group import group_by_name
 from tpkernels.errors import ConfigError
 from tpkernels.library import define
@@ -117,12 +118,16 @@ def _own_part_fake(x: Tensor, sizes: list[int] | None, dim: int, group_name: str
     return _with_size(x, dim, _whole_sizes(x, sizes, dim, group_name)[rank])
 
 
+def _all_reduce_run(x: Tensor, group_name: str) -> Tensor:
+    return sum_in_place(x.clone(memory_format=torch.contiguous_format), group_name)
+
+
 _SPLIT_SIGNATURE = "(Tensor x, SymInt[]? sizes, int dim, str group_name) -> Tensor"
 
 _all_reduce = define(
     "all_reduce",
     "(Tensor x, str group_name) -> Tensor",
-    collectives.all_reduce,
+    _all_reduce_run,
     lambda x, group_name: torch.empty_like(x, memory_format=torch.contiguous_format),
     backward=lambda ctx, grad: (_Copy.apply(grad, ctx.group_name), None),
     setup_context=_all_reduce_setup,

@@ -119,18 +119,23 @@ class _ParallelLinear(nn.Module):
 
     def local_weight(self) -> Tensor:
         """This rank's weight as [N_r, K] (column) or [N, K_r] (row); a view, differentiable."""
-        part = local_part(self.weight, self.group, f"{type(self).__name__}.weight")
-        weight = sum_replicated_gradient(part, spec_of(self.weight), self.group.name)
+        weight = self._local("weight", self.weight)
         return weight.t() if self.transposed else weight
 
     def local_bias(self) -> Tensor | None:
         """This rank's bias, or None."""
-        if self.bias is None:
+        bias = self.bias
+        if bias is None:
             return None
         if self._split == "row":
-            return local_tensor(self.bias)  # replicated
-        part = local_part(self.bias, self.group, f"{type(self).__name__}.bias")
-        return sum_replicated_gradient(part, spec_of(self.bias), self.group.name)
+            return local_tensor(bias)  # replicated
+        return self._local("bias", bias)
+
+    def _local(self, name: str, parameter: Tensor) -> Tensor:
+        part = local_part(parameter, self.group, name, self)
+        if not torch.is_grad_enabled():
+            return part
+        return sum_replicated_gradient(part, spec_of(parameter), self.group.name)
 
     def _check_input(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):

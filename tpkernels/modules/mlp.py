@@ -177,15 +177,19 @@ class TPMLP(nn.Module):
         """The ranks this module is split over."""
         return self._tp.group
 
+    def _leaf(self, name: str) -> Any:
+        """The linear layer of that dotted name."""
+        return self._modules.get(name) or self.get_submodule(name)
+
     def _projections(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """(w_up, b_up, w_gate, b_gate) of this rank."""
         tp = self._tp
-        up: Any = self.get_submodule(tp.up)
+        up = self._leaf(tp.up)
         weight, bias = up.local_weight(), up.local_bias()
         if not tp.fused:
             if tp.gate is None:
                 return weight, bias, None, None
-            gate: Any = self.get_submodule(tp.gate)
+            gate = self._leaf(tp.gate)
             return weight, bias, gate.local_weight(), gate.local_bias()
         halves = weight.chunk(2) if weight.shape[0] else (weight, weight)
         biases = (None, None) if bias is None else bias.chunk(2) if bias.shape[0] else (bias, bias)
@@ -196,7 +200,7 @@ class TPMLP(nn.Module):
         tp = self._tp
         tp.check({"input": x}, tp.group, "TPMLP")
         w_up, b_up, w_gate, b_gate = self._projections()
-        down: Any = self.get_submodule(tp.down)
+        down = self._leaf(tp.down)
         w_down, b_down = down.local_weight(), down.local_bias()
         p = probability(self, tp.dropout)
         if p == 0.0:
@@ -216,7 +220,8 @@ class TPMLP(nn.Module):
             h = self._intermediate(x, w_up, b_up, w_gate, b_gate)
             h = sharded_dropout(h, p, True, tp.group)
             y = gemm_all_reduce(h, w_down, b_down, tp.group.name, reduce_dtype=tp.reduce_dtype)
-        return nn.functional.dropout(y, probability(self, tp.outer_dropout), self.training)
+        outer = probability(self, tp.outer_dropout)
+        return nn.functional.dropout(y, outer, True) if outer else y
 
     def _intermediate(
         self,

@@ -110,13 +110,18 @@ def local_tensor(parameter: Tensor) -> Tensor:
     return parameter
 
 
-def local_part(parameter: Tensor, group: Group, what: str) -> Tensor:
+def local_part(
+    parameter: Tensor, group: Group, name: str, owner: nn.Module | None = None
+) -> Tensor:
     """:func:`local_tensor` of a parameter that must be split when ``group`` has several ranks.
+
+    ``name``, and whose it is: for the error.
 
     Raises:
         ConfigError: it is an ordinary tensor: the sum over ranks would count the whole R times.
     """
     if group.size > 1 and not isinstance(parameter, (ChunkedTensor, DTensor)):
+        what = name if owner is None else f"{type(owner).__name__}.{name}"
         raise ConfigError(
             f"{what} holds an ordinary tensor {tuple(parameter.shape)} where this rank's part of a "
             "split parameter belongs (load_state_dict(..., assign=True) leaves it so). Fix: "

@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tpkernels.comm.collectives import Pending, all_reduce_async
+from tpkernels.comm.direct import sum_in_place
 from tpkernels.errors import ConfigError
 from tpkernels.library import DTYPES, check_gemm, define, needs_grad, rows
 from tpkernels.ops.gemm_act import gemm_act
+from tpkernels.overlap import fused
 from tpkernels.overlap.plan import plan_gemm_all_reduce
 from tpkernels.overlap.signaled import gemm_all_reduce_signaled
 
@@ -46,13 +48,27 @@ def _run(
         return gemm_act(x, weight, bias)
     x_MK = rows(x)
     wire_dtype = reduce_dtype or x.dtype
+    plan = plan_gemm_all_reduce(
+        x_MK.shape[0],
+        weight.shape[0],
+        wire_dtype.itemsize,
+        group_name,
+        chunks,
+        fused=fused.refusal(x, [weight], group_name, reduce_dtype),
+        fused_rows=fused.most_rows(x.dtype),
+    )
+    if plan.strategy == "fused":
+        return fused.gemm_all_reduce_fused(x, weight, bias, group_name)
     out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=wire_dtype)
     out_MN = rows(out)
-    plan = plan_gemm_all_reduce(
-        out_MN.shape[0], out_MN.shape[1], out_MN.element_size(), group_name, chunks
-    )
     if plan.strategy == "signaled":
         gemm_all_reduce_signaled(x_MK, weight, bias, out_MN, plan, group_name)
+        return out.to(x.dtype)
+    if plan.chunks == 1:
+        _partial(x_MK, weight, out_MN)
+        sum_in_place(out_MN, group_name)
+        if bias is not None:  # once, after the reduction
+            out_MN += bias
         return out.to(x.dtype)
     issued: list[tuple[int, int, Pending]] = []
     try:

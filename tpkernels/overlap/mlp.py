@@ -31,6 +31,7 @@ from tpkernels.library import (
 )
 from tpkernels.ops.gemm_act import gemm_act, gemm_act_aux, gemm_dact, gemm_dact_dbias
 from tpkernels.ops.gemm_glu import gemm_dglu, gemm_glu, gemm_glu_aux
+from tpkernels.overlap import fused
 from tpkernels.overlap.column import column_backward
 from tpkernels.overlap.gemm_all_reduce import (
     Communicate,
@@ -83,6 +84,8 @@ def _run(
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     _check(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act)
+    if fused.chosen(x, (w_up, w_gate, w_down), group_name, reduce_dtype):
+        return fused.mlp_fused(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act, group_name)
     if w_gate is None:
         h = gemm_act(x, w_up, b_up, act)
     else:
@@ -228,4 +231,16 @@ def mlp(
     Returns:
         [..., N], the same on all ranks. Differentiable once.
     """
+    if _nothing_between(x) and fused.chosen(x, (w_up, w_gate, w_down), group_name, reduce_dtype):
+        return fused.mlp_fused(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act, group_name)
     return _mlp(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act, group_name, reduce_dtype)
+
+
+def _nothing_between(x: Tensor) -> bool:
+    """Whether the op would come to its kernel unchanged: then the way through it is saved."""
+    return not (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch.is_autocast_enabled("cpu")
+        or type(x) is not Tensor
+    )

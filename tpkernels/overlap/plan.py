@@ -6,8 +6,10 @@
 ``signaled``  [gemm      ............  ]
                       [ar 0  ][ar 1  ][ar 2  ]
 
+``fused``     [gemm + all-reduce]   partial sums straight in memory that all ranks read
+
 ``signaled`` is for CUDA, and never chosen by itself: between GPUs nothing was measured. ``fused``
-is a name reserved for kernels this version does not have; asking for it raises.
+is for CPU ranks that share memory (``tpkernels.overlap.fused``), and chosen where rows are few.
 """
 
 # M rows (tokens), N columns of the reduced output, R ranks
@@ -67,21 +69,28 @@ class OverlapPlan:
 
 
 def plan_gemm_all_reduce(
-    rows: int, columns: int, itemsize: int, group_name: str, chunks: int | None = None
+    rows: int,
+    columns: int,
+    itemsize: int,
+    group_name: str,
+    chunks: int | None = None,
+    *,
+    fused: str | None = "no tensor to fuse for",
+    fused_rows: int = 0,
 ) -> OverlapPlan:
     """The plan for ``gemm_all_reduce`` of [rows, columns] with ``itemsize`` bytes an element.
 
-    ``chunks`` overrides the choice. Decided from rank-invariant numbers only.
+    Args:
+        chunks: overrides the choice.
+        fused: why the fused ops cannot serve (``fused.refusal``), or None if they can.
+        fused_rows: up to how many rows they are measured to be faster (``fused.most_rows``).
+
+    Decided from rank-invariant numbers only.
 
     Raises:
-        ConfigError: ``TPKERNELS_OVERLAP`` asks for a strategy that this version lacks.
+        ConfigError: ``TPKERNELS_OVERLAP`` asks for a strategy that cannot serve.
     """
     asked = envs.overlap()
-    if asked in envs.OVERLAP_STRATEGIES_LACKING:
-        raise ConfigError(
-            f"TPKERNELS_OVERLAP={asked} was asked for, but this version has no {asked} kernels; "
-            "allowed: auto, off, chunked, signaled. Fix: unset TPKERNELS_OVERLAP"
-        )
     if chunks is not None:
         if chunks < 1:
             raise ConfigError(f"chunks={chunks} must be at least 1")
@@ -92,6 +101,15 @@ def plan_gemm_all_reduce(
     group = group_by_name(group_name)
     if group is None:
         return OverlapPlan("off", 1, "group of one")
+    if asked == "fused":
+        if fused is not None:
+            raise ConfigError(
+                f"TPKERNELS_OVERLAP=fused was asked for and cannot serve: {fused}. Fix: unset "
+                "TPKERNELS_OVERLAP"
+            )
+        return OverlapPlan("fused", 1, "TPKERNELS_OVERLAP=fused")
+    if asked == "auto" and fused is None and 0 < rows <= fused_rows:
+        return OverlapPlan("fused", 1, f"ranks share memory, and rows are at most {fused_rows}")
     if asked == "signaled":
         return OverlapPlan("signaled", min(CHUNKS, max(1, rows)), "TPKERNELS_OVERLAP=signaled")
     if asked == "off":

@@ -5,9 +5,10 @@
     assert counts["all_reduce"].calls == 1
 
 Every Python road to a process group is seen, in any thread and inside custom ops (where a
-`TorchDispatchMode` sees nothing): methods of `ProcessGroup`, which `torch.distributed` calls, and
-`torch.ops._c10d_functional`, which functional collectives and compiled graphs call. What C++
-starts by itself (DDP's reducer) is not, and then leaving the context raises rather than miscounts.
+`TorchDispatchMode` sees nothing): methods of `ProcessGroup`, which `torch.distributed` calls,
+`torch.ops._c10d_functional`, which functional collectives and compiled graphs call, and our own
+ops over peer memory. What C++ starts by itself (DDP's reducer) is not, and then leaving the context
+raises rather than miscounts (of Gloo's groups, which alone count one by one).
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ _FUNCTIONAL = {
     "broadcast": "broadcast",
     "broadcast_": "broadcast",
 }
+# Ops of ours that all-reduce through peer memory -> the place of the group's name in their
+# arguments. The tensor that is reduced is their result; what reduces in place, its first argument.
+_PEER_OPS = {"all_reduce_peer_": 1, "gemm_all_reduce_fused": 3, "mlp_fused": 8}
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,10 @@ def _install() -> None:
             continue
         for op in [packet, *(getattr(packet, overload) for overload in packet.overloads())]:
             _replace(op, "_op", _counting(op._op, kind, method=None))
+    for name, place in _PEER_OPS.items():
+        packet = getattr(torch.ops.tpkernels, name, None)
+        for op in () if packet is None else (packet, packet.default):
+            _replace(op, "_op", _counting_peer_op(op._op, place))
 
 
 def _remove() -> None:
@@ -209,6 +217,20 @@ def _counting(call: Callable[..., Any], kind: str, *, method: str | None) -> Cal
             return call(*args, **kwargs)
         finally:
             _inside.flag = False
+
+    return counted
+
+
+def _counting_peer_op(call: Callable[..., Any], place: int) -> Callable[..., Any]:
+    def counted(*args: Any) -> Any:
+        result = call(*args)
+        reduced = args[0] if result is None else result
+        if type(reduced) is torch.Tensor:
+            record = CollectiveCall("all_reduce", _bytes(reduced), reduced.dtype, args[place])
+            with _lock:
+                for counts in _open_counts:
+                    counts._add(record, steps=1)
+        return result
 
     return counted
 
