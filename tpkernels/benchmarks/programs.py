@@ -1,4 +1,4 @@
-"""The programs of `tpkernels bench` and their options: measure, tune, report."""
+"""The programs of `tpkernels bench` and their options: measure, tune, report, between ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,20 @@ from pathlib import Path
 
 import torch
 
-from tpkernels.benchmarks import gemm_gelu, mlp, options, report, rows, session, tune, zero3
+from tpkernels import launch
+from tpkernels.benchmarks import (
+    collectives,
+    collectives_options,
+    gemm_gelu,
+    mlp,
+    mlp_ranks,
+    options,
+    report,
+    rows,
+    session,
+    tune,
+    zero3,
+)
 from tpkernels.benchmarks.budget import Budget
 from tpkernels.benchmarks.harness import Settings
 from tpkernels.benchmarks.session import Job, Session
@@ -19,10 +32,21 @@ from tpkernels.errors import ConfigError
 
 PROGRAMS = {
     "gemm_gelu": "Forward GEMM + GELU against eager, torch.compile and cuBLASLt's epilogue",
-    "mlp": "A whole MLP shard, forward and forward + backward",
+    "mlp": "A whole MLP shard, forward and forward + backward; with --nproc, between CPU ranks",
     "tune": "Measure which implementation serves each op and size fastest on this GPU, and keep it",
     "report": "JSONL rows as a markdown table and a chart",
     "zero3": zero3.DESCRIPTION,
+    "collectives": collectives.DESCRIPTION,
+}
+# Programs with options of their own. `mlp` between ranks is one, under the name of the other.
+_MLP_RANKS = "mlp --nproc N"
+_COMM = "comm"  # `tpkernels comm`: the same as `tpkernels bench collectives`
+_OWN_OPTIONS = {
+    _COMM: (collectives.DESCRIPTION, collectives_options.add_options),
+    "collectives": (collectives.DESCRIPTION, collectives_options.add_options),
+    _MLP_RANKS: (mlp_ranks.DESCRIPTION, mlp_ranks.add_options),
+    "report": (PROGRAMS["report"], report.add_options),
+    "zero3": (PROGRAMS["zero3"], zero3.add_options),
 }
 _QUICK_SECONDS, _QUICK_MOST = 0.3, 10
 
@@ -37,10 +61,16 @@ def run(argv: list[str]) -> int:
             program = flag.removeprefix("--")
     if program is None and arguments and not arguments[0].startswith("-"):
         program = arguments.pop(0)
+    if program == "mlp" and _between_ranks(arguments):
+        program = _MLP_RANKS
     parser = _parser(program)
-    if program not in (None, *PROGRAMS):
+    if program not in (None, *PROGRAMS, *_OWN_OPTIONS):
         parser.error(f"{program!r} is not a benchmark; allowed: {', '.join(PROGRAMS)}")
     parsed = parser.parse_args(arguments)
+    if program in ("collectives", _COMM):
+        return collectives.run(parsed, arguments)
+    if program == _MLP_RANKS:
+        return mlp_ranks.run(parsed, arguments)
     if program == "tune":
         return tune.run(parsed)
     if program == "report":
@@ -50,9 +80,19 @@ def run(argv: list[str]) -> int:
     return _measure(parsed, [program] if program else ["gemm_gelu", "mlp"])
 
 
+def _between_ranks(arguments: list[str]) -> bool:
+    return launch.inside_rank() or any(a.partition("=")[0] == "--nproc" for a in arguments)
+
+
 def _parser(program: str | None) -> CommandParser:
+    if program in _OWN_OPTIONS:
+        description, add_options = _OWN_OPTIONS[program]
+        name = "tpkernels comm" if program == _COMM else f"tpkernels bench {program}"
+        parser = CommandParser(prog=name, usage=f"{name} [options]", description=f"{description}.")
+        add_options(parser)
+        return parser
     known = program in PROGRAMS
-    programs = "\n".join(f"  {name:<10} {text}" for name, text in PROGRAMS.items())
+    programs = "\n".join(f"  {name:<12} {text}" for name, text in PROGRAMS.items())
     parser = CommandParser(
         prog=f"tpkernels bench {program}" if known else "tpkernels bench",
         usage=None if known else "tpkernels bench [PROGRAM] [options]",
@@ -65,9 +105,6 @@ def _parser(program: str | None) -> CommandParser:
         "options; `bench --tune` is `bench tune`.",
         formatter_class=RawDescriptionHelpFormatter,
     )
-    if program in ("report", "zero3"):
-        (report if program == "report" else zero3).add_options(parser)
-        return parser
     options.add_shapes(parser)
     options.add_run(parser)
     if program == "tune":
@@ -100,6 +137,13 @@ def _add_options(parser: CommandParser, program: str | None) -> None:
             choices=gemm_gelu.ACTS,
             default=[gemm_gelu.ACTS[0]],
             help=f"which GELU gemm_gelu has (default: {gemm_gelu.ACTS[0]})",
+        )
+    if program == "mlp":
+        parser.add_argument(
+            "--nproc",
+            metavar="N",
+            help="measure the whole MLP between N CPU ranks instead; `tpkernels bench mlp --nproc "
+            "2 --help` shows the options of that",
         )
     if program != "gemm_gelu":
         parser.add_argument(
