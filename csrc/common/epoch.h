@@ -17,7 +17,9 @@
 //      rank is enough, and a rank may run one step ahead of the slowest.
 //
 // Epochs only grow and are compared by their difference, which is at most 1 in either direction
-// between ranks: they may wrap, and nothing is ever reset to a value that an old wait would accept.
+// between ranks: they may wrap, and nothing is ever reset to a value that an old wait would accept
+// (TP-10). A flag is one 32-bit word of one rank, stored with release and loaded with acquire
+// (TP-48).
 #pragma once
 
 #include <cstdint>

@@ -30,6 +30,7 @@ inline int run_all() {
     const int before = failures();
     test.run();
     std::printf("%s %s\n", failures() == before ? "ok    " : "FAILED", test.name);
+    std::fflush(stdout);  // so that a crash shows where, and a fork repeats nothing
   }
   std::printf("%zu tests, %d failed checks\n", tests().size(), failures());
   return tests().empty() || failures() ? 1 : 0;

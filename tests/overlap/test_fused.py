@@ -203,6 +203,21 @@ def test_asked_for_and_impossible_raises(pools, what, reason):
         assert reason in message and message.endswith("Fix: unset TPKERNELS_OVERLAP")
 
 
+def repeated(group):
+    name, rank = sharing(group), group.rank()
+    for call, m in enumerate((1, 7, 2, 40, 1, 32, 3, 3, 64, 1)):
+        x, w = integers(call, m, 10), integers(100 + call, 6 + call, 10)
+        sizes = chunk_sizes(10, group.size())
+        with torch.no_grad():
+            y = gemm_all_reduce(part(x, sizes, 1, rank), part(w, sizes, 1, rank), None, name)
+        assert torch.equal(y, F.linear(x, w)), call
+
+
+def test_call_after_call_with_other_data_and_sizes(pools):
+    """TP-10: nothing of an earlier call is taken for one of this."""
+    pools(3).run(repeated, world_size=3)
+
+
 def different(group, how):
     name, rank = sharing(group), group.rank()
     x, w = torch.ones(2 + rank if how == "rows" else 2, 4), torch.ones(5, 4)
