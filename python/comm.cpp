@@ -46,6 +46,7 @@ void bind_comm(py::module_& module) {
           },
           py::arg("address"), py::arg("rank"), py::arg("world"), py::arg("seconds"), without_gil,
           "What the rank that made it offers at `address`.")
+      .def_property_readonly_static("slot_bytes", [](py::object) { return PeerMemory::kSlotBytes; })
       .def_static("loopback", &PeerMemory::loopback, py::arg("world"),
                   "The views of `world` ranks that are threads of this process.");
 

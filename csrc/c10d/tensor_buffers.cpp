@@ -64,6 +64,16 @@ bool is_dense(const at::Tensor& tensor) {
   return tensor.device().is_cpu() && tensor.layout() == at::kStrided;
 }
 
+void write_back(const at::Tensor& tensor, const at::Tensor& values) {
+  at::Tensor target = tensor, source = values;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.stride(dim) != 0 || tensor.size(dim) < 2) continue;
+    target = target.narrow(dim, 0, 1);
+    source = source.narrow(dim, 0, 1);
+  }
+  target.copy_(source);
+}
+
 Input::Input(const at::Tensor& tensor)
     : dense_(is_plain(tensor) ? tensor : tensor.resolve_conj().resolve_neg().contiguous()) {}
 
@@ -76,7 +86,7 @@ void Output::load() {
 }
 
 void Output::store() {
-  if (!dense_.is_same(tensor_)) tensor_.copy_(dense_);
+  if (!dense_.is_same(tensor_)) write_back(tensor_, dense_);
 }
 
 }  // namespace tpkernels

@@ -26,6 +26,10 @@ std::optional<Reduction> reduction_of(const c10d::ReduceOp& operation);
 // On the CPU, with strides.
 bool is_dense(const at::Tensor& tensor);
 
+// tensor = values [of its sizes], also where elements of it share memory, as of an expanded one:
+// values are alike there.
+void write_back(const at::Tensor& tensor, const at::Tensor& values);
+
 // A tensor that is read: its elements side by side, of itself or of a copy.
 class Input {
  public:

@@ -45,7 +45,19 @@ std::exception_ptr backend_error() {
   }
 }
 
-void carry_out(TpshmWork& work, PeerGroup& group, const std::function<void(PeerGroup&)>& body) {
+// One after the other on a thread of their own; beside it where that one is busy, perhaps waiting
+// for what comes next.
+void on_completion_thread(const std::shared_ptr<ProgressQueue>& completions,
+                          std::function<void()> work) {
+  if (completions->idle()) {
+    completions->submit([completions, work = std::move(work)] { work(); });
+  } else {
+    std::thread(std::move(work)).detach();
+  }
+}
+
+void carry_out(TpshmWork& work, PeerGroup& group, const std::function<void(PeerGroup&)>& body,
+               const std::shared_ptr<ProgressQueue>& completions) {
   std::exception_ptr error;
   try {
     // Gradients and versions of tensors are no matter of a collective.
@@ -54,7 +66,9 @@ void carry_out(TpshmWork& work, PeerGroup& group, const std::function<void(PeerG
   } catch (...) {
     error = backend_error();
   }
-  work.complete(error);
+  work.complete(error, [&](std::function<void()> rest) {
+    on_completion_thread(completions, std::move(rest));
+  });
 }
 
 }  // namespace
@@ -124,10 +138,11 @@ TpshmBackend::WorkPtr TpshmBackend::launch(Call call, std::function<void(PeerGro
   const auto work = c10::make_intrusive<TpshmWork>(rank_, call.operation, call.title, call.inputs,
                                                    std::move(call.outputs), ++sequence_);
   if (call.asynchronous) {
-    group->queue().submit(
-        [work, group, body = std::move(body)] { carry_out(*work, *group, body); });
+    group->queue().submit([work, group, body = std::move(body), completions = completions_] {
+      carry_out(*work, *group, body, completions);
+    });
   } else {
-    carry_out(*work, *group, body);
+    carry_out(*work, *group, body, completions_);
   }
   return work;
 }

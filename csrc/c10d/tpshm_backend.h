@@ -108,6 +108,8 @@ class TpshmBackend : public c10d::Backend {
   const std::string name_;
   const c10::intrusive_ptr<Options> options_;
   std::atomic<uint64_t> sequence_{0};
+  // Futures are completed there. The works hold it too: it ends after the last.
+  const std::shared_ptr<ProgressQueue> completions_ = std::make_shared<ProgressQueue>();
 };
 
 }  // namespace tpkernels

@@ -34,7 +34,22 @@ bool can_fold(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) {
   }
 }
 
-at::Tensor fold(PeerGroup& group, const Reducible& given, std::optional<Seconds> limit) {
+// As the ranks compare it: not the all-gather that it is done by.
+Reduction folded_reduction(c10d::ReduceOp::RedOpType op) {
+  switch (op) {
+    case c10d::ReduceOp::PRODUCT:
+      return Reduction::kProduct;
+    case c10d::ReduceOp::BAND:
+      return Reduction::kBand;
+    case c10d::ReduceOp::BOR:
+      return Reduction::kBor;
+    default:
+      return Reduction::kBxor;
+  }
+}
+
+at::Tensor fold(PeerGroup& group, const Reducible& given, std::optional<Seconds> limit,
+                Collective collective, int root = -1) {
   const Unit unit = moved_unit(given.tensor.scalar_type());
   const int64_t count = given.tensor.numel() * unit.per_element;
   const Input own(given.tensor);
@@ -45,7 +60,9 @@ at::Tensor fold(PeerGroup& group, const Reducible& given, std::optional<Seconds>
     parts.push_back(tensors.back().data_ptr());
   }
   const std::vector<int64_t> counts(group.world(), count);
-  all_gather(group, own.data(), parts, counts, unit.type, call_options(given.tensor, limit));
+  CallOptions options = call_options(given.tensor, limit);
+  options.purpose = Purpose{collective, folded_reduction(given.op), root};
+  all_gather(group, own.data(), parts, counts, unit.type, options);
   at::Tensor& result = tensors[0];
   for (int rank = 1; rank < group.world(); ++rank) {
     switch (given.op) {
@@ -97,7 +114,7 @@ std::optional<std::vector<Reducible>> all_reducible(const std::vector<at::Tensor
 
 void all_reduce_in_place(PeerGroup& group, const Reducible& given, std::optional<Seconds> limit) {
   if (given.reduction == Reduction::kNone) {
-    given.tensor.copy_(fold(group, given, limit));
+    write_back(given.tensor, fold(group, given, limit, Collective::kAllReduce));
     return;
   }
   Output output(given.tensor);
@@ -113,7 +130,7 @@ void reduce_scatter_single(PeerGroup& group, const at::Tensor& output, const Red
   const int world = group.world();
   const int64_t count = given.tensor.numel() / world;
   if (given.reduction == Reduction::kNone) {
-    const at::Tensor whole = fold(group, given, limit).view(-1);
+    const at::Tensor whole = fold(group, given, limit, Collective::kReduceScatter).view(-1);
     output.copy_(whole.narrow(0, group.rank() * count, count).view(output.sizes()));
     return;
   }
@@ -176,7 +193,7 @@ WorkPtr TpshmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) 
   return launch({OpType::REDUCE, "tpshm:reduce", tensors, {tensors}, is_asynchronous(opts)},
                 [given = std::move(*given), root, limit = time_limit(opts)](PeerGroup& group) {
                   if (given.reduction == Reduction::kNone) {
-                    const at::Tensor folded = fold(group, given, limit);
+                    const at::Tensor folded = fold(group, given, limit, Collective::kReduce, root);
                     if (group.rank() == root) given.tensor.copy_(folded);
                     return;
                   }
@@ -212,7 +229,7 @@ WorkPtr TpshmBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inp
       [given = std::move(*given), output, limit = time_limit(opts)](PeerGroup& group) {
         if (given[0].reduction == Reduction::kNone) {
           for (int rank = 0; rank < group.world(); ++rank) {
-            const at::Tensor folded = fold(group, given[rank], limit);
+            const at::Tensor folded = fold(group, given[rank], limit, Collective::kReduceScatter);
             if (rank == group.rank()) output.copy_(folded.view(output.sizes()));
           }
           return;

@@ -58,7 +58,8 @@ c10::intrusive_ptr<Future> TpshmWork::getFuture() {
   return future;
 }
 
-void TpshmWork::complete(std::exception_ptr error) {
+void TpshmWork::complete(std::exception_ptr error,
+                         const std::function<void(std::function<void()>)>& elsewhere) {
   c10::intrusive_ptr<Future> future;
   {
     std::lock_guard lock(mutex_);
@@ -66,8 +67,11 @@ void TpshmWork::complete(std::exception_ptr error) {
     error_ = error;
     future = future_;
   }
-  if (future) settle(*future, error, value());
-  finish(error);
+  if (!future) return finish(error);
+  elsewhere([self = c10::intrusive_ptr<TpshmWork>::reclaim_copy(this), future, error] {
+    settle(*future, error, self->value());
+    self->finish(error);
+  });
 }
 
 }  // namespace tpkernels

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
@@ -19,8 +20,11 @@ class TpshmWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override { return sequence_; }
 
-  // Once, by whoever has carried it out: completes the future, then lets go those who wait.
-  void complete(std::exception_ptr error);
+  // Once, by whoever has carried it out: completes the future, then lets go those who wait. Where
+  // somebody has the future, `elsewhere` has it done: its callbacks are anybody's code, which may
+  // wait for the operations that come next.
+  void complete(std::exception_ptr error,
+                const std::function<void(std::function<void()>)>& elsewhere);
 
  private:
   c10::IValue value() const;

@@ -118,11 +118,7 @@ void scatter(PeerGroup& group, std::span<const void* const> parts, void* out,
     for (int peer = 0; peer < world && is_root; ++peer) {
       const Range theirs = range_of(counts[peer] * element, each, step);
       const std::byte* const part = bytes_at(parts[peer], theirs.begin);
-      if (peer == rank) {
-        copy_bytes(bytes_at(out, theirs.begin), part, theirs.size);
-      } else {
-        ring.write(slot + peer * each, part, theirs.size);
-      }
+      if (peer != rank) ring.write(slot + peer * each, part, theirs.size);
     }
     operation.publish();
     if (step == 0) {
@@ -133,6 +129,8 @@ void scatter(PeerGroup& group, std::span<const void* const> parts, void* out,
     const Range own = range_of(counts[rank] * element, each, step);
     if (!is_root) copy_bytes(bytes_at(out, own.begin), ring.slot(root) + rank * each, own.size);
   } while (++step * each < longest);
+  // Last: out may be another rank's part.
+  if (is_root) copy_bytes(out, parts[rank], counts[rank] * element);
   operation.finish();
 }
 

@@ -50,12 +50,13 @@ std::optional<ReduceOp> reduce_op(ElementType type, Reduction reduction) {
   }
 }
 
-Signature start_of(Collective collective, ElementType type, Reduction reduction, int root) {
+Signature start_of(Purpose purpose, ElementType type, const CallOptions& options) {
+  if (options.purpose) purpose = *options.purpose;
   Signature signature;
-  signature.collective = collective;
+  signature.collective = purpose.collective;
   signature.type = type;
-  signature.reduction = reduction;
-  signature.root = root;
+  signature.reduction = purpose.reduction;
+  signature.root = purpose.root;
   return signature;
 }
 
@@ -67,7 +68,7 @@ int64_t elements_of(std::span<const int64_t> shape) {
 
 Signature signature_of(Collective collective, ElementType type, Reduction reduction, int root,
                        int64_t count, const CallOptions& options) {
-  Signature signature = start_of(collective, type, reduction, root);
+  Signature signature = start_of({collective, reduction, root}, type, options);
   if (options.shape.empty()) {
     signature.add_dim(count);
   } else {
@@ -79,7 +80,7 @@ Signature signature_of(Collective collective, ElementType type, Reduction reduct
 
 Signature signature_of(Collective collective, ElementType type, Reduction reduction, int root,
                        std::span<const int64_t> counts, const CallOptions& options) {
-  Signature signature = start_of(collective, type, reduction, root);
+  Signature signature = start_of({collective, reduction, root}, type, options);
   for (const int64_t size : options.shape) signature.add_dim(size);
   if (options.shape.empty()) {
     signature.add_dim(std::accumulate(counts.begin(), counts.end(), int64_t{0}));
@@ -113,9 +114,9 @@ bool can_reduce(ElementType type, Reduction reduction) {
 
 ReduceFunction reduce_function(ElementType type, Reduction reduction) {
   if (!can_reduce(type, reduction)) {
-    const Signature signature = start_of(Collective::kReduce, type, reduction, -1);
+    const Signature signature = start_of({Collective::kAllReduce, reduction}, type, {});
     throw std::invalid_argument(
-        "cannot do " + signature.text() +
+        "no reduction as of " + signature.text() +
         "; allowed: sum, avg, max, min of float64, float32, bfloat16, float16, int64, int32, "
         "int16, int8, uint8, and sum, max, min of bool. Fix: convert the tensor first");
   }

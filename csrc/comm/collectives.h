@@ -33,12 +33,20 @@ struct StepSizes {
   int64_t ring_from = 16 << 10;
 };
 
+// What a call stands for where it is not what it is called: for the comparison between ranks.
+struct Purpose {
+  Collective collective;
+  Reduction reduction = Reduction::kNone;
+  int root = -1;
+};
+
 // What is the same for every call. `shape`: of the tensor, to be compared between ranks; without it
 // its number of elements is compared.
 struct CallOptions {
   std::span<const int64_t> shape = {};
   std::optional<Seconds> timeout = std::nullopt;
   StepSizes sizes = {};
+  std::optional<Purpose> purpose = std::nullopt;
 };
 
 void barrier(PeerGroup& group, const CallOptions& options = {});

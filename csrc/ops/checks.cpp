@@ -124,4 +124,10 @@ void check_gemm_backward(const char* op, const at::Tensor& dy, const at::Tensor&
   check_same_dtype(op, pre_name, pre, "dy", dy);
 }
 
+void check_gate(const char* op, const std::optional<at::Tensor>& gate,
+                const std::optional<at::Tensor>& bias) {
+  require(gate.has_value() || !bias.has_value(), op,
+          ": b_gate was given without w_gate. Fix: give both or neither");
+}
+
 }  // namespace tpkernels

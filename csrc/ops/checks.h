@@ -38,4 +38,8 @@ void check_gemm(const char* op, const at::Tensor& x, const char* weight_name,
 void check_gemm_backward(const char* op, const at::Tensor& dy, const at::Tensor& weight,
                          const char* pre_name, const at::Tensor& pre);
 
+// A bias of a gate needs the gate.
+void check_gate(const char* op, const std::optional<at::Tensor>& gate,
+                const std::optional<at::Tensor>& bias);
+
 }  // namespace tpkernels

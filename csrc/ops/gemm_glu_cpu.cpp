@@ -61,7 +61,7 @@ void decode(const at::Tensor& x_MK, const at::Tensor& w_gate, const at::Tensor& 
   gemm.x = x.const_data_ptr();
   gemm.x_stride = x.stride(0);
   gemm.weight = w_up.const_data_ptr();
-  gemm.gate = w_gate.const_data_ptr();
+  gemm.gate = weight_data(w_gate);
   gemm.weight_stride = w_up.stride(0);
   gemm.bias = b_up ? bias_up.const_data_ptr() : nullptr;
   gemm.bias_gate = b_gate ? bias_gate.const_data_ptr() : nullptr;

@@ -26,6 +26,13 @@ at::Tensor matmul(const at::Tensor& a_MK, const at::Tensor& b_KN);
 // Whether the elements of a row of a [rows, K] are adjacent.
 inline bool has_contiguous_rows(const at::Tensor& a) { return a.stride(1) == 1 || a.size(1) <= 1; }
 
+// The elements of `weights`, for DecodeGemm: not null, which means something there, where there are
+// none.
+inline const void* weight_data(const at::Tensor& weights) {
+  static constexpr double kNone = 0;
+  return weights.numel() == 0 ? &kNone : weights.const_data_ptr();
+}
+
 // The columns of `gemm`, shared out to the threads of torch.set_num_threads.
 void run_decode(const DecodeGemm& gemm);
 

@@ -68,9 +68,11 @@ Reduction reduction_of(std::string_view name) {
   TORCH_CHECK_VALUE(false, "all_reduce: op='", name, "' is not known; allowed: sum, avg, max, min");
 }
 
-Signature signature_of(Collective collective, int64_t rows, int64_t cols, DType dtype) {
+// One for all that ends in a row-parallel GEMM: a rank that computes the whole MLP in one call and
+// one that does not, for a gradient's sake, reduce the same.
+Signature signature_of(int64_t rows, int64_t cols, DType dtype) {
   Signature signature;
-  signature.collective = collective;
+  signature.collective = Collective::kGemmAllReduce;
   signature.type = dtype == DType::kFloat32    ? ElementType::kFloat32
                    : dtype == DType::kBFloat16 ? ElementType::kBFloat16
                                                : ElementType::kFloat16;
@@ -121,8 +123,8 @@ void reduce_partials(PeerGroup& group, const Signature& signature, const at::Ten
 
 // The same in blocks of rows whose partial sums fit a slot: write(y's rows, partial sums).
 template <class Write>
-void reduce_rows(PeerGroup& group, Collective collective, const at::Tensor& y_MN,
-                 const Optional& bias, const Write& write) {
+void reduce_rows(PeerGroup& group, const at::Tensor& y_MN, const Optional& bias,
+                 const Write& write) {
   const int64_t rows = y_MN.size(0), cols = y_MN.size(1);
   const int64_t slot = PeerMemory::kSlotBytes / sizeof(float);
   const int64_t most = std::max<int64_t>(1, slot / std::max<int64_t>(cols, 1));
@@ -130,7 +132,7 @@ void reduce_rows(PeerGroup& group, Collective collective, const at::Tensor& y_MN
   do {
     const int64_t end = std::min(rows, row + most);
     const at::Tensor y = y_MN.slice(0, row, end);
-    reduce_partials(group, signature_of(collective, end - row, cols, dtype_of(y)), y, bias,
+    reduce_partials(group, signature_of(end - row, cols, dtype_of(y)), y, bias,
                     [&](float* partial) { write(row, end, partial); });
     row = end;
   } while (row < rows);
@@ -186,11 +188,10 @@ at::Tensor gemm_all_reduce_fused(const at::Tensor& x, const at::Tensor& weight,
   const at::Tensor y_MN = at::empty({x_MK.size(0), weight.size(0)}, x.options());
   const Optional row = contiguous(bias);
   without_interpreter([&] {
-    reduce_rows(*group, Collective::kGemmAllReduce, y_MN, row,
-                [&](int64_t begin, int64_t end, float* partial) {
-                  const at::Tensor x_rows = x_MK.slice(0, begin, end);
-                  run_decode(gemm_of(x_rows, weight_NK, partial, DType::kFloat32));
-                });
+    reduce_rows(*group, y_MN, row, [&](int64_t begin, int64_t end, float* partial) {
+      const at::Tensor x_rows = x_MK.slice(0, begin, end);
+      run_decode(gemm_of(x_rows, weight_NK, partial, DType::kFloat32));
+    });
   });
   return y_MN.view(with_last_size(x, weight.size(0)));
 }
@@ -201,7 +202,11 @@ at::Tensor mlp_fused(const at::Tensor& x, const at::Tensor& w_up, const Optional
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Activation activation = parse_activation(act);
   check_gemm("mlp", x, "w_up", w_up, "b_up", b_up);
-  if (w_gate) check_same_shape("mlp", "w_gate", *w_gate, "w_up", w_up);
+  if (w_gate) {
+    check_gemm("mlp", x, "w_gate", *w_gate, "b_gate", b_gate);
+    check_same_shape("mlp", "w_gate", *w_gate, "w_up", w_up);
+  }
+  check_gate("mlp", w_gate, b_gate);
   const std::shared_ptr<PeerGroup> group = peers(group_name);
   const at::Tensor x_MK = rows_of(as_matrix(x)), up_FK = rows_of(w_up);
   Optional gate_FK = w_gate ? Optional(rows_of(*w_gate)) : std::nullopt;
@@ -217,18 +222,17 @@ at::Tensor mlp_fused(const at::Tensor& x, const at::Tensor& w_up, const Optional
   const at::Tensor y_MN = at::empty({x_MK.size(0), w_down.size(0)}, x.options());
 
   DecodeGemm first = gemm_of(x_MK, up, h_MF.mutable_data_ptr(), dtype_of(x));
-  first.gate = data_of(gate_FK);
+  first.gate = gate_FK ? weight_data(*gate_FK) : nullptr;
   first.bias = data_of(up_bias);
   first.bias_gate = data_of(gate_bias);
   first.act = activation;
   const Optional row = contiguous(b_down);
   without_interpreter([&] {
     run_decode(first);
-    reduce_rows(*group, Collective::kMlp, y_MN, row,
-                [&](int64_t begin, int64_t end, float* partial) {
-                  const at::Tensor h_rows = h_MF.slice(0, begin, end);
-                  run_decode(gemm_of(h_rows, down_NF, partial, DType::kFloat32));
-                });
+    reduce_rows(*group, y_MN, row, [&](int64_t begin, int64_t end, float* partial) {
+      const at::Tensor h_rows = h_MF.slice(0, begin, end);
+      run_decode(gemm_of(h_rows, down_NF, partial, DType::kFloat32));
+    });
   });
   return y_MN.view(with_last_size(x, w_down.size(0)));
 }

@@ -45,6 +45,14 @@ const char* name_of(Reduction reduction) {
       return "(max)";
     case Reduction::kMin:
       return "(min)";
+    case Reduction::kProduct:
+      return "(product)";
+    case Reduction::kBand:
+      return "(band)";
+    case Reduction::kBor:
+      return "(bor)";
+    case Reduction::kBxor:
+      return "(bxor)";
   }
   return "?";
 }
@@ -73,8 +81,6 @@ const char* name_of(Collective collective) {
       return "scatter";
     case Collective::kGemmAllReduce:
       return "gemm_all_reduce";
-    case Collective::kMlp:
-      return "mlp";
   }
   return "?";
 }

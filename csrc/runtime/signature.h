@@ -17,7 +17,6 @@ enum class Collective : uint32_t {
   kGather,
   kScatter,
   kGemmAllReduce,
-  kMlp,
 };
 
 enum class ElementType : uint32_t {
@@ -35,7 +34,8 @@ enum class ElementType : uint32_t {
   kByte,  // of a type that is only moved
 };
 
-enum class Reduction : uint32_t { kNone, kSum, kAvg, kMax, kMin };
+// The last four are for signatures alone: the collectives do not know them.
+enum class Reduction : uint32_t { kNone, kSum, kAvg, kMax, kMin, kProduct, kBand, kBor, kBxor };
 
 // The bytes of one element; 1 for kNone.
 int64_t bytes_of(ElementType type);

@@ -245,6 +245,75 @@ def test_a_mismatch_raises_on_all_ranks_and_names_both(pools, how, both):
         assert all(each in message for each in both), message
 
 
+def wrong_operands(group):
+    name, w = sharing(group), torch.ones(6, 4)
+    x, b, options = torch.ones(2, 4), torch.ones(6), {"act": "silu", "group_name": name}
+    said = []
+    for changed in (
+        {"w_gate": w.bfloat16()},
+        {"w_gate": w, "b_gate": torch.ones(1)},
+        {"w_gate": w, "b_gate": b.bfloat16()},
+        {"b_gate": b},
+    ):
+        with torch.no_grad(), pytest.raises(ConfigError) as caught:
+            mlp(x, w, None, torch.ones(5, 6), None, **changed, **options)
+        said.append(str(caught.value))
+    with torch.no_grad(), pytest.raises(ConfigError):
+        mlp(torch.tensor(1.0), w, None, torch.ones(5, 6), None, **options)
+    # Nothing to sum, but gates: act(0) * b.
+    empty = torch.ones(6, 0)
+    with torch.no_grad():
+        y = mlp(x[:, :0], empty, b, torch.ones(5, 6), None, w_gate=empty, **options)
+    assert torch.equal(y, torch.zeros(2, 5))
+    return said
+
+
+def test_what_the_fused_mlp_refuses(pools):
+    for said in pools(2).run(wrong_operands, world_size=2):
+        for message, part_of_it in zip(
+            said,
+            ("w_gate is torch.bfloat16", "b_gate must be [N]", "b_gate is", "without w_gate"),
+            strict=True,
+        ):
+            assert part_of_it in message
+
+
+def mixed_grad_mode(group):
+    name = sharing(group)
+    x, w_up, w_down = torch.ones(2, 4), torch.ones(6, 4), torch.ones(5, 6)
+    with torch.set_grad_enabled(group.rank() == 0):
+        y = mlp(x, w_up.requires_grad_(), None, w_down, None, act="relu", group_name=name)
+    assert torch.equal(y.detach(), torch.full((2, 5), 4.0 * 6 * group.size()))
+
+
+def test_ranks_may_differ_in_their_grad_mode(pools):
+    pools(2).run(mixed_grad_mode, world_size=2)
+
+
+def more_columns(group):
+    name = sharing(group)
+    with torch.no_grad():
+        y = gemm_all_reduce(torch.ones(1, 1), torch.ones((8 << 20) + 1, 1), None, name)
+    return bool((y == group.size()).all())
+
+
+def test_more_columns_than_a_slot_holds_go_another_way(pools):
+    assert pools(2).run(more_columns, world_size=2, timeout=60) == [True, True]
+
+
+def checked(group):
+    name, x, w = sharing(group), torch.ones(2, 4), torch.ones(5, 4)
+    tests = ("test_schema", "test_faketensor")
+    ops = torch.ops.tpkernels
+    torch.library.opcheck(ops.gemm_all_reduce_fused, (x, w, None, name), test_utils=tests)
+    arguments = (x, w, None, None, None, torch.ones(3, 5), None, "gelu", name)
+    torch.library.opcheck(ops.mlp_fused, arguments, test_utils=tests)
+
+
+def test_opcheck(pools):
+    pools(2).run(checked, world_size=2)
+
+
 def compiled(group):
     name = sharing(group)
     x, w_up, w_down = normals(0, 2, 8).float(), normals(1, 6, 8).float(), normals(2, 5, 6).float()

@@ -32,6 +32,11 @@ def has_peers(group_name: str) -> bool:
     return _NATIVE is not None and _NATIVE.has_peer_group(group_name)
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its elements have a place in memory each."""
+    return tensor.is_contiguous() or 0 not in tensor.stride()
+
+
 def sum_in_place(tensor: Tensor, group_name: str) -> Tensor:
     """The sum over the group into ``tensor`` itself, contiguous and ours; returns it.
 
@@ -63,7 +68,14 @@ def all_reduce_(tensor: Tensor, group: GroupLike = None, op: str = "sum") -> Ten
         CommunicationError: a rank is missing, late, or calls something else; names it.
     """
     name = group.group_name if isinstance(group, dist.ProcessGroup) else resolve_group(group).name
-    if name and tensor.is_cpu and op in _REDUCTIONS and has_peers(name):
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(
+            f"all_reduce_: tensor must be a Tensor, got {type(tensor).__name__}. "
+            "Fix: torch.as_tensor(...)"
+        )
+    if tensor.is_neg():  # a view whose memory holds other values; PyTorch would lose the result
+        return tensor.copy_(all_reduce_(tensor.resolve_neg(), group, op))
+    if name and op in _REDUCTIONS and tensor.is_cpu and _is_plain(tensor) and has_peers(name):
         _peer_all_reduce_._op(tensor, name, op)  # its __call__ would only add to the time
         return tensor
     if op not in _REDUCTIONS:

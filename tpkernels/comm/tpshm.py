@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NAME = "tpshm"
 # What the backend does over Gloo.
-OVER_GLOO = "send and receive, sparse tensors, monitored barriers, groups that span hosts"
+OVER_GLOO = "send and receive, sparse tensors, groups that span hosts"
 
 
 class Service(NamedTuple):

@@ -56,6 +56,11 @@ _DTYPES = {  # `table.dtype_key` back
     "tf32": torch.float32,
 }
 _TABLED = ("gemm_act", "gemm_act_aux", "gemm_glu", "gemm_glu_aux")  # by csrc/ops/cpu_table.cpp
+_FUSED_WITH_REDUCTION = dict.fromkeys(
+    ("gemm_all_reduce", "mlp"),
+    "few rows, between ranks that share memory (tpshm): one native call (fused); else made of the "
+    "local ops and torch.distributed",
+)
 _SHOWN = 60  # characters of a text that is not right
 _registered = False  # the extension's CPU kernels are in the dispatcher
 _asked_for: Any = None  # the library of what serves CPU tensors only when asked: triton, onednn
@@ -291,7 +296,9 @@ def resolve_all() -> list[tuple[str, str, str]]:
     implementation, reason = resolve("cpu")
     found = []
     for op in OP_NAMES:
-        if op not in LOCAL_OPS:
+        if op in _FUSED_WITH_REDUCTION and implementation == "cpu":
+            found.append((op, "cpu, reference", _FUSED_WITH_REDUCTION[op]))
+        elif op not in LOCAL_OPS:
             found.append((op, "reference", "made of the local ops and torch.distributed"))
         elif op == "gemm_dact_dbias" and implementation == "cpu":
             found.append((op, implementation, f"{reason}: gemm_dact's, then a sum"))

@@ -24,6 +24,7 @@ from tpkernels.comm.direct import has_peers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NATIVE: Any = native.load()
+_MOST_COLUMNS = 0 if _NATIVE is None else _NATIVE.PeerMemory.slot_bytes // 4  # of fp32 sums
 
 
 @lru_cache
@@ -57,6 +58,9 @@ def refusal(
         return f"it sums in float32, not in {reduce_dtype}"
     if not all(weight is None or weight.stride(-1) == 1 for weight in weights):
         return "its kernels read weights by rows, these are transposed"
+    columns = next(weight.shape[0] for weight in reversed(weights) if weight is not None)
+    if columns > _MOST_COLUMNS:
+        return f"a row of {columns} sums is more than the {_MOST_COLUMNS} that ranks share"
     if not has_peers(group_name):
         return "the ranks share no memory: the group's backend is not tpshm, or it spans hosts"
     return None
@@ -69,7 +73,7 @@ def chosen(
     reduce_dtype: torch.dtype | None = None,
 ) -> bool:
     """Whether the plan for ``x`` [..., K_r] on the group is ``fused``, at little expense."""
-    if not group_name or not x.is_cpu:
+    if not group_name or not x.is_cpu or x.dim() == 0:
         return False
     asked = envs.overlap()
     if asked == "auto":
