@@ -2,15 +2,19 @@
 
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 #include <vector>
 
 #include "c10d/tpshm_backend.h"
+#include "ops/peer_ops_cpu.h"
 
 namespace py = pybind11;
 
@@ -46,7 +50,6 @@ class WithoutGil {
 
 }  // namespace tpkernels
 
-PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
 PYBIND11_DECLARE_HOLDER_TYPE(T, tpkernels::WithoutGil<T>, true)
 
 namespace tpkernels {
@@ -57,6 +60,15 @@ void bind_c10d(py::module_& module) {
   using Holder = WithoutGil<TpshmBackend>;
 
   module.attr("protocol_version") = kProtocolVersion;
+  module.def(
+      "all_reduce_",
+      [](py::handle tensor, const c10d::ProcessGroup& group, std::string_view reduction) {
+        return THPVariable_CheckExact(tensor.ptr()) &&
+               all_reduce_contiguous(THPVariable_Unpack(tensor.ptr()), group.getGroupName(),
+                                     reduction);
+      },
+      py::arg("tensor"), py::arg("group"), py::arg("reduction"),
+      "tpkernels.comm.all_reduce_ at once; False, and nothing done, where that cannot be.");
 
   const py::module_ torch = py::module_::import("torch._C._distributed_c10d");  // the base class
   py::class_<TpshmBackend, Holder, c10d::Backend>(

@@ -60,11 +60,16 @@ ElementType element_type(const at::Tensor& tensor) {
   }
 }
 
-Reduction reduction_of(std::string_view name) {
+std::optional<Reduction> known_reduction(std::string_view name) {
   if (name == "sum") return Reduction::kSum;
   if (name == "avg") return Reduction::kAvg;
   if (name == "max") return Reduction::kMax;
   if (name == "min") return Reduction::kMin;
+  return std::nullopt;
+}
+
+Reduction reduction_of(std::string_view name) {
+  if (const std::optional<Reduction> known = known_reduction(name)) return *known;
   TORCH_CHECK_VALUE(false, "all_reduce: op='", name, "' is not known; allowed: sum, avg, max, min");
 }
 
@@ -164,19 +169,34 @@ DecodeGemm gemm_of(const at::Tensor& x_MK, const at::Tensor& weight, void* y, DT
   return gemm;
 }
 
+void all_reduce_in_place(PeerGroup& group, const at::Tensor& x, Reduction reduction) {
+  void* const data = x.mutable_data_ptr();
+  const ElementType type = element_type(x);
+  CallOptions options;
+  options.shape = {x.sizes().data(), x.sizes().size()};
+  without_interpreter([&] { all_reduce(group, data, data, x.numel(), type, reduction, options); });
+}
+
 }  // namespace
 
 void all_reduce_peer_(at::Tensor x, std::string_view group_name, std::string_view reduction) {
   const std::shared_ptr<PeerGroup> group = peers(group_name);
   const at::Tensor whole = x.contiguous();
-  void* const data = whole.mutable_data_ptr();
-  CallOptions options;
-  const auto sizes = x.sizes();
-  options.shape = {sizes.data(), sizes.size()};
-  const ElementType type = element_type(x);
-  const Reduction how = reduction_of(reduction);
-  without_interpreter([&] { all_reduce(*group, data, data, whole.numel(), type, how, options); });
+  all_reduce_in_place(*group, whole, reduction_of(reduction));
   if (!whole.is_same(x)) x.copy_(whole);
+}
+
+bool all_reduce_contiguous(const at::Tensor& x, const std::string& group_name,
+                           std::string_view reduction) {
+  const std::optional<Reduction> how = known_reduction(reduction);
+  if (!how || !x.device().is_cpu() || x.layout() != at::kStrided || x.is_neg() || x.is_conj() ||
+      !x.is_contiguous()) {
+    return false;
+  }
+  const std::shared_ptr<PeerGroup> group = find_peer_group(group_name);
+  if (!group) return false;
+  all_reduce_in_place(*group, x, *how);
+  return true;
 }
 
 at::Tensor gemm_all_reduce_fused(const at::Tensor& x, const at::Tensor& weight,

@@ -6,12 +6,19 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <string_view>
 
 namespace tpkernels {
 
 // x becomes the reduction over the group: "sum", "avg", "max" or "min". Any dense layout.
 void all_reduce_peer_(at::Tensor x, std::string_view group_name, std::string_view reduction);
+
+// The same, past the dispatcher: of a call at decode size that is a third. False, and nothing done,
+// where the op must be asked (or refuses): another device or layout, no such group, no such
+// reduction.
+bool all_reduce_contiguous(const at::Tensor& x, const std::string& group_name,
+                           std::string_view reduction);
 
 // all_reduce(F.linear(x, weight)) + bias. x [..., K_r], weight [N, K_r], bias [N] -> [..., N].
 at::Tensor gemm_all_reduce_fused(const at::Tensor& x, const at::Tensor& weight,

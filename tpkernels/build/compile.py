@@ -96,7 +96,7 @@ def make_plan(
                 flags = [*nvcc, f"-I{root / 'csrc'}", *gencode]
                 steps.append(Step(source, output, (*flags, *make_dependencies)))
     result = objects / "_C.so"
-    libraries = [f"-L{torch.library_directory}", "-lc10", "-ltorch_cpu"]
+    libraries = [f"-L{torch.library_directory}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
     if toolkit is not None:
         libraries += ["-lc10_cuda", "-ltorch_cuda", f"-L{toolkit.home / 'lib64'}", "-lcudart"]
     extra_link = shlex.split(os.environ.get("LDFLAGS", ""))

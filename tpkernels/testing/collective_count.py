@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tpkernels.comm import direct
+
 # Method of ProcessGroup, or op of _c10d_functional -> the kind it is counted as.
 _METHODS = {
     "allreduce": "all_reduce",
@@ -181,6 +183,8 @@ def _install() -> None:
         packet = getattr(torch.ops.tpkernels, name, None)
         for op in () if packet is None else (packet, packet.default):
             _replace(op, "_op", _counting_peer_op(op._op, place))
+    if direct._at_once is not None:
+        _replace(direct, "_at_once", _counting_at_once(direct._at_once))
 
 
 def _remove() -> None:
@@ -217,6 +221,19 @@ def _counting(call: Callable[..., Any], kind: str, *, method: str | None) -> Cal
             return call(*args, **kwargs)
         finally:
             _inside.flag = False
+
+    return counted
+
+
+def _counting_at_once(call: Callable[..., bool]) -> Callable[..., bool]:
+    def counted(tensor: Any, group: dist.ProcessGroup, op: str) -> bool:
+        done = call(tensor, group, op)
+        if done:
+            record = CollectiveCall("all_reduce", _bytes(tensor), tensor.dtype, group.group_name)
+            with _lock:
+                for counts in _open_counts:
+                    counts._add(record, steps=1)
+        return done
 
     return counted
 
