@@ -3,6 +3,8 @@
 
 #include <array>
 
+#include "kernels/cpu_isa.h"
+
 namespace tpkernels {
 
 extern const DecodeKernels kDecodeKernels_baseline;
@@ -20,14 +22,9 @@ Available find_available() {
   Available found{};
   size_t count = 0;
 #if defined(__x86_64__)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) found[count++] = &kDecodeKernels_avx512bf16;
-  if (avx512) found[count++] = &kDecodeKernels_avx512;
-  if (avx2) found[count++] = &kDecodeKernels_avx2;
+  if (runs_avx512bf16()) found[count++] = &kDecodeKernels_avx512bf16;
+  if (runs_avx512()) found[count++] = &kDecodeKernels_avx512;
+  if (runs_avx2()) found[count++] = &kDecodeKernels_avx2;
 #endif
   found[count] = &kDecodeKernels_baseline;
   return found;

@@ -34,8 +34,8 @@ c10::TypedOperatorHandle<Signature> op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// The Autograd kernels of tpkernels/ops/gemm_act.py and gemm_glu.py once more, for CPU tensors: of
-// a call at decode size, Python's share was 10 of 50 us.
+// The Autograd kernels of tpkernels/ops/gemm_act.py and gemm_glu.py once more, for CPU tensors:
+// Python's way between dispatcher and kernel would show in a call at decode size.
 at::Tensor gemm_act_autograd(const at::Tensor& x, const at::Tensor& weight,
                              const OptionalTensor& bias, std::string_view act) {
   static const auto plain = op<decltype(gemm_act_cpu)>("tpkernels::gemm_act");

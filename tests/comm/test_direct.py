@@ -135,6 +135,23 @@ def test_an_unknown_op_is_refused():
         tpk.comm.all_reduce_(torch.ones(3), op="prod")
 
 
+def wrong_arguments(group):
+    group = sharing(group)
+    said = []
+    for tensor, op in (([1.0], "sum"), (torch.ones(3), "prod"), (torch.ones(3), dist.ReduceOp.SUM)):
+        with pytest.raises(ConfigError) as caught:
+            tpk.comm.all_reduce_(tensor, group, op)
+        said.append(str(caught.value))
+    return said
+
+
+@needs_native
+def test_wrong_arguments_are_refused_with_the_fix(pools):
+    for said in pools(2).run(wrong_arguments, world_size=2):
+        assert "tensor must be a Tensor, got list" in said[0]
+        assert all("is not known; allowed: sum, avg, max, min. Fix:" in each for each in said[1:])
+
+
 def errors(group, how):
     group = sharing(group)
     x = torch.ones(3 if how == "shape" and group.rank() else 4)

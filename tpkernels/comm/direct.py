@@ -69,7 +69,8 @@ def all_reduce_(tensor: Tensor, group: GroupLike = None, op: str = "sum") -> Ten
         ConfigError: ``op`` is not one of these.
         CommunicationError: a rank is missing, late, or calls something else; names it.
     """
-    if _at_once is not None and type(group) is dist.ProcessGroup and _at_once(tensor, group, op):
+    plain = type(group) is dist.ProcessGroup and type(op) is str
+    if plain and _at_once is not None and _at_once(tensor, group, op):
         return tensor
     name = group.group_name if isinstance(group, dist.ProcessGroup) else resolve_group(group).name
     if not isinstance(tensor, Tensor):
