@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from tpkernels.benchmarks import options, rows, zero3_report, zero3_rows
+from tpkernels.benchmarks import options, row_files, rows, zero3_report, zero3_rows
 from tpkernels.benchmarks.shaped_hosts import (
     UNSHAPED,
     CannotShape,
@@ -201,7 +201,7 @@ def _measure(parsed: Namespace, found: list[Zero3Row]) -> None:
                 )
                 found += made
                 if out is not None:
-                    zero3_rows.write(made, out)
+                    row_files.write(made, out)
 
 
 @contextlib.contextmanager

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from tpkernels.benchmarks import rows
+from tpkernels.benchmarks import row_files
 from tpkernels.benchmarks.rows import Origin, digits
 from tpkernels.benchmarks.shaped_hosts import UNSHAPED
 from tpkernels.benchmarks.timers import percentile
 from tpkernels.benchmarks.zero3_limits import Limit, Traffic, limit, sharded
 from tpkernels.benchmarks.zero3_model import MODELS, sizes
 from tpkernels.benchmarks.zero3_variants import COMPUTE, DDP, Plan
-from tpkernels.errors import ConfigError
 
 SCHEMA = "tpkernels-bench-zero3-1"
 FORWARD, STEP = "zero3_forward", "zero3_forward_backward"
@@ -184,46 +182,13 @@ def _percent(own: Limit | None, us: float | None) -> float | None:
     return digits(100 * own.us / us) if own is not None and us else None
 
 
-def write(found: Iterable[Zero3Row], stream: TextIO) -> None:
-    """Append, one line a row.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        stream.writelines(json.dumps(asdict(row), allow_nan=False) + "\n" for row in found)
-        stream.flush()
-    except OSError as error:
-        raise rows.unwritable("--out", getattr(stream, "name", "stream"), error) from error
-
-
 def read(path: Path) -> list[Zero3Row]:
     """The rows of a file.
 
     Raises:
         ConfigError: naming file and line: not there, or not rows of this benchmark.
     """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}. Fix: {_MAKE}") from error
-    names = {field.name for field in fields(Zero3Row)}
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            given = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number}: not JSON. Fix: {_MAKE}") from error
-        schema = given.get("schema") if isinstance(given, dict) else None
-        if schema != SCHEMA or set(given) != names:
-            raise ConfigError(
-                f"{path}, line {number}: not a row of this benchmark: its schema is {schema!r}, "
-                f"allowed: {SCHEMA!r} with its fields. Fix: {_MAKE}"
-            )
-        found.append(Zero3Row(**given))
-    if not found:
-        raise ConfigError(f"{path} has no rows. Fix: {_MAKE}")
-    return found
+    return row_files.read(path, Zero3Row, SCHEMA, _MAKE)
 
 
 _MAKE = "write it with `tpkernels bench zero3 --out FILE`"
