@@ -107,8 +107,8 @@ void all_reduce(PeerGroup& group, const void* in, void* out, int64_t count, Elem
                       options.timeout);
   const int world = group.world();
   // Between 2 ranks both ways move as many bytes, and one shot takes fewer steps. Half types are
-  // bound by their conversions, of which two shots leave each rank half: 524,288 bf16 in 97 us
-  // instead of 110 (measured as StepSizes).
+  // bound by their conversions, of which two shots leave each rank half: 524,288 fp16 in 64 us
+  // instead of 73, bf16 in 57 instead of 59 (measured as StepSizes).
   const bool is_half = type == ElementType::kBFloat16 || type == ElementType::kFloat16;
   const bool is_small = (world - 1) * count * reducing.element <= options.sizes.one_shot;
   if (is_small || world == 1 || (world == 2 && !is_half)) {

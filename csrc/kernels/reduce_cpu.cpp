@@ -12,6 +12,7 @@ extern const ReduceKernels kReduceKernels_baseline;
 #if defined(__x86_64__)
 extern const ReduceKernels kReduceKernels_avx2;
 extern const ReduceKernels kReduceKernels_avx512;
+extern const ReduceKernels kReduceKernels_avx512bf16;
 #endif
 
 namespace {
@@ -22,6 +23,7 @@ Available find_available() {
   Available found{};
   size_t count = 0;
 #if defined(__x86_64__)
+  if (runs_avx512bf16()) found[count++] = &kReduceKernels_avx512bf16;
   if (runs_avx512()) found[count++] = &kReduceKernels_avx512;
   if (runs_avx2()) found[count++] = &kReduceKernels_avx2;
 #endif

@@ -41,7 +41,7 @@ struct ReduceKernels {
   }
 };
 
-inline constexpr int kMaxReduceIsas = 3;
+inline constexpr int kMaxReduceIsas = 4;
 
 // All that this processor can run, best first; null-terminated where there are fewer.
 const ReduceKernels* const* reduce_kernels_available();

@@ -4,6 +4,7 @@
 // all sources, and out may be a source, where a vectorised loop would have to prove that it is not.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -52,27 +53,68 @@ struct Plain {
 template <typename Element>
 struct Halves;  // 16 bits stored, fp32 computed
 
+// What two neighbours hold, apart: a bf16 is the upper half of an fp32, so that pairs of them widen
+// and narrow within their lanes.
+template <typename V>
+struct EvenOdd {
+  V even, odd;
+
+  [[gnu::always_inline]] friend EvenOdd operator/(EvenOdd sum, float divisor) {
+    return {sum.even / divisor, sum.odd / divisor};
+  }
+};
+
 template <>
 struct Halves<BFloat16> {
   using Stored = BFloat16;
   using Computed = float;
-  static constexpr int kLanes = kVectorBytes / sizeof(float);
-  using V = Vector<float, kLanes>;
-  using Bits = Vector<uint32_t, kLanes>;
-  using Short = Vector<uint16_t, kLanes>;
+  static constexpr int kLanes = kVectorBytes / sizeof(BFloat16);
+  using Floats = Vector<float, kLanes / 2>;
+  using Bits = Vector<uint32_t, kLanes / 2>;
+  using V = EvenOdd<Floats>;
 
   static V load(const char* from) {
-    Short s;
-    std::memcpy(&s, from, sizeof s);
-    return reinterpret_cast<V>(__builtin_convertvector(s, Bits) << 16);
+    Bits bits;
+    std::memcpy(&bits, from, sizeof bits);
+    return {reinterpret_cast<Floats>(bits << 16), reinterpret_cast<Floats>(bits & 0xffff0000u)};
   }
-  // As narrow(float, BFloat16&).
+
   static void store(V v, char* to) {
-    const Bits bits = reinterpret_cast<Bits>(v);
-    const Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const Bits quiet = Bits{} + 0x7fc0u;
-    const Short s = __builtin_convertvector(v != v ? quiet : rounded, Short);
-    std::memcpy(to, &s, sizeof s);
+    Bits bits = narrowed(v);
+    std::memcpy(to, &bits, sizeof bits);
+  }
+
+ private:
+  static_assert(std::endian::native == std::endian::little);
+
+#if defined(__AVX512BF16__)
+  // The instruction takes subnormals for 0 and keeps what a NaN carries: those few the long way.
+  [[gnu::always_inline]] static Bits narrowed(V v) {
+    constexpr int kNaN = 0x01 | 0x80, kSubnormal = 0x20;
+    const __m512 even = reinterpret_cast<__m512>(v.even), odd = reinterpret_cast<__m512>(v.odd);
+    if (_mm512_fpclass_ps_mask(even, kNaN | kSubnormal) |
+        _mm512_fpclass_ps_mask(odd, kNaN | kSubnormal)) [[unlikely]] {
+      return narrowed_in_integers(v);
+    }
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd, even);  // all even ones, then all odd
+    return reinterpret_cast<Bits>(_mm512_maskz_permutexvar_epi16(~0u, interleaving(), halves));
+  }
+  static __m512i interleaving() {
+    Vector<uint16_t, kLanes> from{};
+    for (int lane = 0; lane < kLanes; ++lane) from[lane] = (lane & 1) * kLanes / 2 + lane / 2;
+    return reinterpret_cast<__m512i>(from);
+  }
+#else
+  static Bits narrowed(V v) { return narrowed_in_integers(v); }
+#endif
+
+  [[gnu::always_inline]] static Bits narrowed_in_integers(V v) {
+    return rounded(v.even) >> 16 | (rounded(v.odd) & 0xffff0000u);
+  }
+  // As narrow(float, BFloat16&), the result in the upper half.
+  [[gnu::always_inline]] static Bits rounded(Floats x) {
+    const Bits bits = reinterpret_cast<Bits>(x);
+    return x != x ? Bits{} + 0x7fc00000u : bits + 0x7fffu + ((bits >> 16) & 1u);
   }
 };
 
@@ -139,6 +181,15 @@ struct Min {
   }
 };
 
+template <typename Join, typename V>
+[[gnu::always_inline]] inline V join(V a, V b) {
+  return Join::join(a, b);
+}
+template <typename Join, typename V>
+[[gnu::always_inline]] inline EvenOdd<V> join(EvenOdd<V> a, EvenOdd<V> b) {
+  return {Join::join(a.even, b.even), Join::join(a.odd, b.odd)};
+}
+
 // What a sum is divided by, lane by lane: integers as `Signed`, towards zero.
 template <typename Format, typename Signed>
 [[gnu::always_inline]] inline typename Format::V quotient(typename Format::V sum, int world) {
@@ -170,7 +221,7 @@ void reduce_fixed(const void* const* sources, int world_or_fixed, void* out, int
     for (int u = 0; u < kUnroll; ++u) sum[u] = Format::load(source(0) + at + u * kStep);
     for (int rank = 1; rank < world; ++rank) {
       const char* const from = source(rank) + at;
-      for (int u = 0; u < kUnroll; ++u) sum[u] = Join::join(sum[u], Format::load(from + u * kStep));
+      for (int u = 0; u < kUnroll; ++u) sum[u] = join<Join>(sum[u], Format::load(from + u * kStep));
     }
     for (int u = 0; u < kUnroll; ++u) {
       if constexpr (!std::is_void_v<Average>) sum[u] = quotient<Format, Average>(sum[u], world);
@@ -185,7 +236,7 @@ void reduce_fixed(const void* const* sources, int world_or_fixed, void* out, int
     V sum = Format::load(padded);
     for (int rank = 1; rank < world; ++rank) {
       std::memcpy(padded, source(rank) + at, part);
-      sum = Join::join(sum, Format::load(padded));
+      sum = join<Join>(sum, Format::load(padded));
     }
     if constexpr (!std::is_void_v<Average>) sum = quotient<Format, Average>(sum, world);
     Format::store(sum, padded);

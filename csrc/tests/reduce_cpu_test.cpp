@@ -115,6 +115,32 @@ void check_special() {
   });
 }
 
+// The bits of narrow(), of every pattern that `is_taken` takes added to some other one.
+void check_bfloat16_bits(bool (*is_taken)(uint16_t)) {
+  std::vector<BFloat16> a, b;
+  for (uint32_t bits = 0; bits < 1u << 16; ++bits) {
+    if (is_taken(static_cast<uint16_t>(bits))) a.push_back({static_cast<uint16_t>(bits)});
+  }
+  for (size_t i = 0; i < a.size(); ++i) {
+    // Mostly of like size, so that their sums are rounded.
+    const uint64_t random = testing::mixed(1, static_cast<int64_t>(i));
+    const auto near = static_cast<uint16_t>(a[i].bits ^ (random & 0x80ffu));
+    b.push_back(random >> 32 & 1 && is_taken(near) ? BFloat16{near} : a[random % a.size()]);
+  }
+  for_each_isa([&](const ReduceKernels& kernels) {
+    const void* const sources[] = {a.data(), b.data()};
+    std::vector<BFloat16> out(a.size());
+    kernels.function(ReduceType::kBFloat16, ReduceOp::kSum)(sources, 2, out.data(),
+                                                            static_cast<int64_t>(out.size()));
+    for (size_t i = 0; i < out.size(); ++i) {
+      BFloat16 expected;
+      narrow(widen(a[i]) + widen(b[i]), expected);
+      CHECK(out[i].bits == expected.bits, "%s: %04x + %04x gave %04x, not %04x", kernels.isa,
+            a[i].bits, b[i].bits, out[i].bits, expected.bits);
+    }
+  });
+}
+
 }  // namespace
 
 TPK_TEST(reduce_float64) { check_type<double>(); }
@@ -132,6 +158,15 @@ TPK_TEST(reduce_propagates_nan_and_infinity) {
   check_special<float>();
   check_special<BFloat16>();
   check_special<Float16>();
+}
+
+TPK_TEST(reduce_bfloat16_rounds_as_narrow) {
+  check_bfloat16_bits([](uint16_t) { return true; });
+  // Neither NaN nor a subnormal, nor what adds up to one: no block of them has an exception in it.
+  check_bfloat16_bits([](uint16_t bits) {
+    const int exponent = bits >> 7 & 0xff;
+    return exponent > 16 && exponent < 0xff;
+  });
 }
 
 }  // namespace tpkernels
