@@ -24,7 +24,7 @@
 #if defined(__clang__)
 #define TPK_UNROLL _Pragma("clang loop unroll(full)")
 #else
-#define TPK_UNROLL _Pragma("GCC unroll 8")
+#define TPK_UNROLL _Pragma("GCC unroll 16")
 #endif
 
 namespace tpkernels {
@@ -49,11 +49,12 @@ struct Matrix {
 template <typename T, int kRows, int kColumns>
 void tile(Matrix<T> x, Matrix<T> weight, int64_t columns, int64_t k, SumsRow* out, int64_t column) {
   using Op = Operand<T>;
-  Floats sums[kRows * kColumns] = {};  // row by row
+  Floats sums[kRows * kColumns];  // row by row
+  TPK_UNROLL
+  for (Floats& sum : sums) sum = Floats{};
   const T* rows[kColumns];
-  for (int j = 0; j < kColumns; ++j) {
-    rows[j] = weight.row(j < columns ? j : columns - 1);
-  }
+  TPK_UNROLL
+  for (int j = 0; j < kColumns; ++j) rows[j] = weight.row(j < columns ? j : columns - 1);
   // The same place in the panel after this one, fetched into the second-level cache: weights from
   // memory come 1.3 to 1.5 times faster, those from the cache as fast as without. (Into the first
   // level: slower for both, since a panel is as large as that.) Past the end it fetches nothing.
@@ -61,6 +62,7 @@ void tile(Matrix<T> x, Matrix<T> weight, int64_t columns, int64_t k, SumsRow* ou
   int64_t at = 0;
   for (; at + Op::kStep <= k; at += Op::kStep) {
     typename Op::Vector a[kRows];
+    TPK_UNROLL
     for (int i = 0; i < kRows; ++i) a[i] = Op::load(x.row(i) + at);
     TPK_UNROLL
     for (int j = 0; j < kColumns; ++j) {
@@ -72,6 +74,7 @@ void tile(Matrix<T> x, Matrix<T> weight, int64_t columns, int64_t k, SumsRow* ou
   }
   if (at < k) {
     typename Op::Vector a[kRows];
+    TPK_UNROLL
     for (int i = 0; i < kRows; ++i) a[i] = Op::load_tail(x.row(i) + at, k - at);
     TPK_UNROLL
     for (int j = 0; j < kColumns; ++j) {

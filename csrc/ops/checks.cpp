@@ -11,9 +11,9 @@ namespace {
 
 void (*raise_config_error)(const std::string&) = nullptr;
 
+// Not given a condition: what it says is then put together only when it is said.
 template <typename... Parts>
-void require(bool condition, const Parts&... parts) {
-  if (condition) return;
+[[noreturn]] void fail(const Parts&... parts) {
   const std::string message = c10::str(parts...);
   if (raise_config_error) raise_config_error(message);
   TORCH_CHECK(false, message);
@@ -38,13 +38,13 @@ std::string shape_of(const at::Tensor& tensor) {
 void set_config_error(void (*raise)(const std::string& message)) { raise_config_error = raise; }
 
 Activation parse_activation(std::string_view act) {
-  std::string allowed;
   for (size_t i = 0; i < std::size(kActivationNames); ++i) {
     if (act == kActivationNames[i]) return kActivations[i];
-    allowed += (i ? ", " : "") + std::string(kActivationNames[i]);
   }
-  require(false, "act='", act, "' is not known; allowed: ", allowed);
-  return Activation::kNone;
+  std::string allowed;
+  for (const auto& name : kActivationNames)
+    allowed += (allowed.empty() ? "" : ", ") + std::string(name);
+  fail("act='", act, "' is not known; allowed: ", allowed);
 }
 
 DType dtype_of(const at::Tensor& tensor) {
@@ -63,71 +63,78 @@ DType dtype_of(const at::Tensor& tensor) {
 
 void check_dtype(const char* op, const char* name, const at::Tensor& tensor) {
   const at::ScalarType dtype = tensor.scalar_type();
-  require(
-      dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
-      op, ": ", name, " has dtype ", torch_name(dtype),
-      "; allowed: float64, float32, bfloat16, float16. Fix: ", name, ".float()");
+  if (dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) {
+    return;
+  }
+  fail(op, ": ", name, " has dtype ", torch_name(dtype),
+       "; allowed: float64, float32, bfloat16, float16. Fix: ", name, ".float()");
 }
 
 void check_same_dtype(const char* op, const char* name, const at::Tensor& tensor,
                       const char* other_name, const at::Tensor& other) {
+  if (tensor.scalar_type() == other.scalar_type()) return;
   const std::string wanted = torch_name(other.scalar_type());
-  require(tensor.scalar_type() == other.scalar_type(), op, ": ", name, " is ",
-          torch_name(tensor.scalar_type()), " but ", other_name, " is ", wanted,
-          "; all tensors need one dtype. Fix: ", name, ".to(", wanted,
-          ") or run under torch.autocast");
+  fail(op, ": ", name, " is ", torch_name(tensor.scalar_type()), " but ", other_name, " is ",
+       wanted, "; all tensors need one dtype. Fix: ", name, ".to(", wanted,
+       ") or run under torch.autocast");
 }
 
 void check_weight_dtype(const char* op, const char* name, const at::Tensor& weight,
                         const char* input_name, const at::Tensor& input) {
+  if (weight.scalar_type() == input.scalar_type()) return;
   const std::string given = torch_name(input.scalar_type());
   const std::string wanted = torch_name(weight.scalar_type());
-  require(weight.scalar_type() == input.scalar_type(), op, ": ", name, " is ", wanted, " but ",
-          input_name, " is ", given, "; all tensors need one dtype. Fix: ", input_name, ".to(",
-          wanted, "), module.to(", given, "), or run under torch.autocast");
+  fail(op, ": ", name, " is ", wanted, " but ", input_name, " is ", given,
+       "; all tensors need one dtype. Fix: ", input_name, ".to(", wanted, "), module.to(", given,
+       "), or run under torch.autocast");
 }
 
 void check_same_shape(const char* op, const char* name, const at::Tensor& tensor,
                       const char* other_name, const at::Tensor& other) {
-  require(tensor.sizes() == other.sizes(), op, ": ", name, " must have the shape of ", other_name,
-          ", ", shape_of(other), ", got ", shape_of(tensor));
+  if (tensor.sizes() == other.sizes()) return;
+  fail(op, ": ", name, " must have the shape of ", other_name, ", ", shape_of(other), ", got ",
+       shape_of(tensor));
 }
 
 void check_gemm(const char* op, const at::Tensor& x, const char* weight_name,
                 const at::Tensor& weight, const char* bias_name,
                 const std::optional<at::Tensor>& bias) {
   check_dtype(op, "x", x);
-  require(weight.dim() == 2, op, ": ", weight_name, " must be [N, K], got ", weight.dim(), "-D ",
-          shape_of(weight));
-  require(x.dim() >= 1 && x.size(-1) == weight.size(1), op,
-          ": x must be [..., K] with K=", weight.size(1), " as ", weight_name, " ",
-          shape_of(weight), " [N, K] says, got ", shape_of(x),
-          ". A weight kept as [K, N] is passed as its .t()");
+  if (weight.dim() != 2) {
+    fail(op, ": ", weight_name, " must be [N, K], got ", weight.dim(), "-D ", shape_of(weight));
+  }
+  if (x.dim() < 1 || x.size(-1) != weight.size(1)) {
+    fail(op, ": x must be [..., K] with K=", weight.size(1), " as ", weight_name, " ",
+         shape_of(weight), " [N, K] says, got ", shape_of(x),
+         ". A weight kept as [K, N] is passed as its .t()");
+  }
   check_weight_dtype(op, weight_name, weight, "x", x);
   if (!bias) return;
-  require(bias->dim() == 1 && bias->size(0) == weight.size(0), op, ": ", bias_name,
-          " must be [N] with N=", weight.size(0), ", got ", shape_of(*bias));
+  if (bias->dim() != 1 || bias->size(0) != weight.size(0)) {
+    fail(op, ": ", bias_name, " must be [N] with N=", weight.size(0), ", got ", shape_of(*bias));
+  }
   check_same_dtype(op, bias_name, *bias, "x", x);
 }
 
 void check_gemm_backward(const char* op, const at::Tensor& dy, const at::Tensor& weight,
                          const char* pre_name, const at::Tensor& pre) {
   check_dtype(op, "dy", dy);
-  require(weight.dim() == 2 && dy.dim() >= 1 && dy.size(-1) == weight.size(0), op,
-          ": dy must be [..., N2] and weight [N2, N], got ", shape_of(dy), " and ",
-          shape_of(weight));
-  require(pre.dim() == dy.dim() && pre.size(-1) == weight.size(1) &&
-              pre.sizes().slice(0, pre.dim() - 1) == dy.sizes().slice(0, dy.dim() - 1),
-          op, ": ", pre_name, " must have dy's leading dimensions ", shape_of(dy),
-          " and weight's N=", weight.size(1), ", got ", shape_of(pre));
+  if (weight.dim() != 2 || dy.dim() < 1 || dy.size(-1) != weight.size(0)) {
+    fail(op, ": dy must be [..., N2] and weight [N2, N], got ", shape_of(dy), " and ",
+         shape_of(weight));
+  }
+  if (pre.dim() != dy.dim() || pre.size(-1) != weight.size(1) ||
+      pre.sizes().slice(0, pre.dim() - 1) != dy.sizes().slice(0, dy.dim() - 1)) {
+    fail(op, ": ", pre_name, " must have dy's leading dimensions ", shape_of(dy),
+         " and weight's N=", weight.size(1), ", got ", shape_of(pre));
+  }
   check_weight_dtype(op, "weight", weight, "dy", dy);
   check_same_dtype(op, pre_name, pre, "dy", dy);
 }
 
 void check_gate(const char* op, const std::optional<at::Tensor>& gate,
                 const std::optional<at::Tensor>& bias) {
-  require(gate.has_value() || !bias.has_value(), op,
-          ": b_gate was given without w_gate. Fix: give both or neither");
+  if (!gate && bias) fail(op, ": b_gate was given without w_gate. Fix: give both or neither");
 }
 
 }  // namespace tpkernels
