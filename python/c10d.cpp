@@ -70,6 +70,9 @@ void bind_c10d(py::module_& module) {
       py::arg("tensor"), py::arg("group"), py::arg("reduction"),
       "tpkernels.comm.all_reduce_ at once; False, and nothing done, where that cannot be.");
 
+  module.def("settle", &BackendThreads::settle_all, py::call_guard<py::gil_scoped_release>(),
+             "Lets the threads of all tpshm groups end what they have to do; for the exit.");
+
   const py::module_ torch = py::module_::import("torch._C._distributed_c10d");  // the base class
   py::class_<TpshmBackend, Holder, c10d::Backend>(
       module, "TpshmBackend",

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "runtime/descriptor_passing.h"
+#include "runtime/interrupts.h"
 #include "runtime/peer_group.h"
 #include "runtime/peer_groups.h"
 #include "runtime/peer_memory.h"
@@ -18,10 +19,12 @@ namespace py = pybind11;
 namespace tpkernels {
 namespace {
 
-// PeerError as tpkernels.errors.CommunicationError.
+// PeerError as tpkernels.errors.CommunicationError; what a signal's handler raised as it is.
 void translate(std::exception_ptr raised) {
   try {
-    if (raised) std::rethrow_exception(raised);
+    if (raised) raising_causes([&] { std::rethrow_exception(raised); });
+  } catch (py::error_already_set& error) {
+    error.restore();
   } catch (const PeerError& error) {
     const py::object type = py::module_::import("tpkernels.errors").attr("CommunicationError");
     PyErr_SetString(type.ptr(), error.what());

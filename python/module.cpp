@@ -1,7 +1,10 @@
 // tpkernels._C: what the native library tells Python about itself. Tensors do not pass through here
 // but through torch.ops.tpkernels.*.
 #include <pybind11/pybind11.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <exception>
 #include <string>
 
 #include "c10d.h"
@@ -11,6 +14,7 @@
 #include "ops/interpreter.h"
 #include "ops/register_cpu.h"
 #include "runtime.h"
+#include "runtime/interrupts.h"
 
 namespace py = pybind11;
 
@@ -30,6 +34,14 @@ void raise_communication_error(const std::string& message) {
   const py::object error = py::module_::import("tpkernels.errors").attr("CommunicationError");
   PyErr_SetString(error.ptr(), message.c_str());
   throw py::error_already_set();
+}
+
+// See runtime/interrupts.h. Python runs its handlers on the first thread.
+std::exception_ptr raised_by_signal() {
+  if (syscall(SYS_gettid) != getpid() || !Py_IsInitialized()) return nullptr;
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() == 0) return nullptr;
+  return std::make_exception_ptr(py::error_already_set());
 }
 
 void* release_interpreter() { return PyGILState_Check() ? PyEval_SaveThread() : nullptr; }
@@ -66,6 +78,7 @@ PYBIND11_MODULE(_C, module) {
 
   tpkernels::set_interpreter(
       {&release_interpreter, &acquire_interpreter, &raise_communication_error});
+  tpkernels::set_interrupt_check(&raised_by_signal);
   tpkernels::bind_runtime(module);
   tpkernels::bind_comm(module);
   tpkernels::bind_c10d(module);

@@ -1,74 +1,49 @@
 #include "c10d/tpshm_backend.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <thread>
 #include <utility>
 
+#include "c10d/backend_threads.h"
 #include "c10d/tpshm_work.h"
+#include "runtime/interrupts.h"
 #include "runtime/peer_groups.h"
 
 namespace tpkernels {
 namespace {
 
-// How long a backend that goes lets its queue end in good order. ASSUMPTION: what all ranks have
-// begun is done by then; what some have not begun would not end by waiting.
-constexpr Seconds kGrace{2.0};
-constexpr std::chrono::microseconds kPoll{100};
-
 Seconds seconds(std::chrono::milliseconds time) {
   return std::chrono::duration_cast<Seconds>(time);
 }
 
-bool becomes_idle(ProgressQueue& queue) {
-  if (queue.on_own_thread()) return false;
-  const Clock::time_point began = Clock::now();
-  while (!queue.idle()) {
-    if (Clock::now() - began > kGrace) return false;
-    std::this_thread::sleep_for(kPoll);
-  }
-  return true;
-}
-
-// The exception in progress, as PyTorch's.
-std::exception_ptr backend_error() {
+std::exception_ptr backend_error(const std::string& what) {
   try {
-    throw;
-  } catch (const PeerError& error) {
-    try {
-      C10_THROW_ERROR(DistBackendError, std::string("tpshm: ") + error.what());
-    } catch (...) {
-      return std::current_exception();
-    }
+    C10_THROW_ERROR(DistBackendError, "tpshm: " + what);
   } catch (...) {
     return std::current_exception();
   }
 }
 
-// One after the other on a thread of their own; beside it where that one is busy, perhaps waiting
-// for what comes next.
-void on_completion_thread(const std::shared_ptr<ProgressQueue>& completions,
-                          std::function<void()> work) {
-  if (completions->idle()) {
-    completions->submit([completions, work = std::move(work)] { work(); });
-  } else {
-    std::thread(std::move(work)).detach();
-  }
-}
-
 void carry_out(TpshmWork& work, PeerGroup& group, const std::function<void(PeerGroup&)>& body,
-               const std::shared_ptr<ProgressQueue>& completions) {
-  std::exception_ptr error;
+               BackendThreads& threads) {
+  const auto complete = [&](const std::exception_ptr& error) { work.complete(error, threads); };
   try {
-    // Gradients and versions of tensors are no matter of a collective.
+    // Gradients and versions of tensors, and modes of the thread that waits, are no matter of a
+    // collective.
     const at::AutoDispatchBelowADInplaceOrView below;
+    const c10::impl::ExcludeDispatchKeyGuard no_modes(
+        c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
     body(group);
+  } catch (const Interrupted&) {
+    complete(backend_error(group.ended().value_or("interrupted by a signal")));
+    throw;
+  } catch (const PeerError& error) {
+    return complete(backend_error(error.what()));
   } catch (...) {
-    error = backend_error();
+    return complete(std::current_exception());
   }
-  work.complete(error, [&](std::function<void()> rest) {
-    on_completion_thread(completions, std::move(rest));
-  });
+  complete(nullptr);
 }
 
 }  // namespace
@@ -80,7 +55,8 @@ TpshmBackend::TpshmBackend(std::shared_ptr<PeerGroup> group, c10::intrusive_ptr<
       rest_(std::move(rest)),
       name_(std::move(name)),
       options_(c10::make_intrusive<Options>(
-          "tpshm", std::chrono::duration_cast<std::chrono::milliseconds>(group_->timeout()))) {
+          "tpshm", std::chrono::duration_cast<std::chrono::milliseconds>(group_->timeout()))),
+      threads_(BackendThreads::of(group_)) {
   options_->group_name = name_;
   options_->global_ranks_in_group = std::move(global_ranks);
   register_peer_group(name_, group_);
@@ -96,11 +72,7 @@ void TpshmBackend::leave() {
   }
   if (!group) return;
   forget_peer_group(name_, group.get());
-  if (becomes_idle(group->queue())) return;
-  group->abort("rank " + std::to_string(rank_) + " has left group " + name_ +
-               " with operations under way. Fix: wait() for every operation before "
-               "destroy_process_group()");
-  becomes_idle(group->queue());
+  threads_->settle_group();
 }
 
 void TpshmBackend::shutdown() {
@@ -135,14 +107,15 @@ c10d::Backend& TpshmBackend::rest() {
 
 TpshmBackend::WorkPtr TpshmBackend::launch(Call call, std::function<void(PeerGroup&)> body) {
   const std::shared_ptr<PeerGroup> group = this->group();
-  const auto work = c10::make_intrusive<TpshmWork>(rank_, call.operation, call.title, call.inputs,
-                                                   std::move(call.outputs), ++sequence_);
+  const auto work =
+      c10::make_intrusive<TpshmWork>(call.asynchronous ? group : nullptr, rank_, call.operation,
+                                     call.title, call.inputs, std::move(call.outputs), ++sequence_);
   if (call.asynchronous) {
-    group->queue().submit([work, group, body = std::move(body), completions = completions_] {
-      carry_out(*work, *group, body, completions);
+    group->queue().submit([work, group, body = std::move(body), threads = threads_] {
+      carry_out(*work, *group, body, *threads);
     });
   } else {
-    carry_out(*work, *group, body, completions_);
+    raising_causes([&] { carry_out(*work, *group, body, *threads_); });
   }
   return work;
 }

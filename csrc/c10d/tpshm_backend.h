@@ -15,6 +15,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "c10d/backend_threads.h"
 #include "comm/collectives.h"
 #include "runtime/peer_group.h"
 
@@ -108,8 +109,7 @@ class TpshmBackend : public c10d::Backend {
   const std::string name_;
   const c10::intrusive_ptr<Options> options_;
   std::atomic<uint64_t> sequence_{0};
-  // Futures are completed there. The works hold it too: it ends after the last.
-  const std::shared_ptr<ProgressQueue> completions_ = std::make_shared<ProgressQueue>();
+  const std::shared_ptr<BackendThreads> threads_;  // the works hold them too
 };
 
 }  // namespace tpkernels

@@ -4,7 +4,10 @@
 #include <ATen/core/jit_type.h>
 
 #include <mutex>
+#include <string>
 #include <utility>
+
+#include "runtime/interrupts.h"
 
 namespace tpkernels {
 namespace {
@@ -21,12 +24,35 @@ void settle(Future& future, const std::exception_ptr& error, c10::IValue value) 
 
 }  // namespace
 
-TpshmWork::TpshmWork(int rank, c10d::OpType operation, const char* title,
-                     const std::vector<at::Tensor>& inputs,
+TpshmWork::TpshmWork(std::shared_ptr<PeerGroup> group, int rank, c10d::OpType operation,
+                     const char* title, const std::vector<at::Tensor>& inputs,
                      std::vector<std::vector<at::Tensor>> outputs, uint64_t sequence)
     : c10d::Work(rank, operation, title, inputs),
       outputs_(std::move(outputs)),
-      sequence_(sequence) {}
+      sequence_(sequence),
+      group_(std::move(group)) {}
+
+bool TpshmWork::wait(std::chrono::milliseconds timeout) {
+  if (timeout == kNoTimeout) {
+    if (const std::shared_ptr<PeerGroup> group = under_way()) {
+      raising_causes([&] { help(*group); });
+    }
+  }
+  return c10d::Work::wait(timeout);
+}
+
+void TpshmWork::help(PeerGroup& group) {
+  try {
+    group.help_until([this] { return under_way() == nullptr; });
+  } catch (const PeerError& error) {
+    C10_THROW_ERROR(DistBackendError, std::string("tpshm: ") + error.what());
+  }
+}
+
+std::shared_ptr<PeerGroup> TpshmWork::under_way() const {
+  std::lock_guard lock(mutex_);
+  return group_;
+}
 
 std::vector<at::Tensor> TpshmWork::result() {
   TORCH_CHECK(isCompleted(),
@@ -58,17 +84,17 @@ c10::intrusive_ptr<Future> TpshmWork::getFuture() {
   return future;
 }
 
-void TpshmWork::complete(std::exception_ptr error,
-                         const std::function<void(std::function<void()>)>& elsewhere) {
+void TpshmWork::complete(std::exception_ptr error, BackendThreads& threads) {
   c10::intrusive_ptr<Future> future;
   {
     std::lock_guard lock(mutex_);
     settled_ = true;
+    group_ = nullptr;
     error_ = error;
     future = future_;
   }
   if (!future) return finish(error);
-  elsewhere([self = c10::intrusive_ptr<TpshmWork>::reclaim_copy(this), future, error] {
+  threads.complete([self = c10::intrusive_ptr<TpshmWork>::reclaim_copy(this), future, error] {
     settle(*future, error, self->value());
     self->finish(error);
   });

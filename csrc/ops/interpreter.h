@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "runtime/interrupts.h"
 #include "runtime/peer_memory.h"
 
 namespace tpkernels {
@@ -19,7 +20,8 @@ void set_interpreter(const Interpreter& interpreter);
 const Interpreter& interpreter();
 
 // Runs `wait`, which waits for other ranks, without the interpreter's lock: other threads of this
-// process go on meanwhile. A PeerError becomes Python's.
+// process go on meanwhile. A PeerError becomes Python's, and so
+// does what a signal's handler raised.
 template <class Wait>
 void without_interpreter(const Wait& wait) {
   struct Released {
@@ -31,7 +33,7 @@ void without_interpreter(const Wait& wait) {
   };
   try {
     const Released released;
-    wait();
+    raising_causes(wait);
   } catch (const PeerError& error) {
     if (interpreter().raise_communication_error) {
       interpreter().raise_communication_error(error.what());

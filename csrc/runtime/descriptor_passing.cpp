@@ -12,6 +12,7 @@
 #include <cstring>
 #include <utility>
 
+#include "runtime/interrupts.h"
 #include "runtime/peer_memory.h"
 
 namespace tpkernels {
@@ -61,6 +62,7 @@ bool readable(int descriptor, Clock::time_point end) {
     if (found > 0) return true;
     if (found == 0) return false;
     if (errno != EINTR) fail("poll failed");
+    check_interrupt();
   }
 }
 

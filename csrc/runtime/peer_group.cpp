@@ -7,10 +7,13 @@
 #include <unistd.h>
 
 #include <bit>
+#include <cerrno>
 #include <climits>
 #include <cstdio>
 #include <cstring>
 #include <utility>
+
+#include "runtime/interrupts.h"
 
 namespace tpkernels {
 namespace {
@@ -130,12 +133,48 @@ void PeerGroup::look_at_processors() {
   all_are_here_ = ranks == world();
 }
 
+void PeerGroup::refuse_nesting() const {
+  if (turn_of_.load(std::memory_order_relaxed) != std::this_thread::get_id()) return;
+  throw PeerError("group " + name_ +
+                  ": a signal handler calls a collective while its thread waits "
+                  "in another one. Fix: let the handler set a flag, and act on it between steps");
+}
+
+void PeerGroup::help_until(const std::function<bool()>& is_done) {
+  refuse_nesting();
+  ending_if_interrupted([&] { queue_.help_until(is_done); });
+}
+
+void PeerGroup::drain() {
+  if (queue_.idle()) return;
+  ending_if_interrupted([this] { queue_.drain(); });
+}
+
+void PeerGroup::ending_if_interrupted(const std::function<void()>& wait) {
+  try {
+    wait();
+  } catch (const Interrupted&) {
+    abort("rank " + rank_text(rank()) + " of group " + name_ +
+          " was interrupted by a signal while it waited for an asynchronous operation. Fix: make a "
+          "new group");
+    throw;
+  }
+}
+
 using Operation = PeerGroup::Operation;
+
+Operation::Turn::Turn(PeerGroup& group)
+    : group((group.refuse_forks(), group.refuse_nesting(), group)),
+      lock((group.drain(), group.turn_)) {
+  group.turn_of_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+}
+
+Operation::Turn::~Turn() { group.turn_of_.store({}, std::memory_order_relaxed); }
 
 Operation::Operation(PeerGroup& group, const Signature& signature, std::optional<Seconds> timeout)
     : group_(group),
       memory_(*group.memory_),
-      turn_((group.refuse_forks(), group.queue_.drain(), group.turn_)),
+      turn_(group),
       signature_(signature),
       number_(++group.operations_),
       timeout_(timeout.value_or(group.timeout())),
@@ -213,7 +252,19 @@ bool Operation::look_again(uint32_t attempt) {
 void Operation::sleep(std::atomic<Epoch>& word, Epoch seen) {
   look_around();
   const timespec limit = {0, kSleepNanoseconds};
-  futex(word, FUTEX_WAIT, seen, &limit);  // every way it can end is a reason to look again
+  // Every way it can end is a reason to look again; but a wake or a change means that all is well.
+  if (futex(word, FUTEX_WAIT, seen, &limit) != 0 && errno != EAGAIN) look_for_interrupt();
+}
+
+void Operation::look_for_interrupt() {
+  try {
+    check_interrupt();
+  } catch (const Interrupted&) {
+    group_.abort(title() + ": rank " + group_.rank_text(rank()) +
+                 " was interrupted by a signal. Fix: make a new group");
+    finished_ = true;
+    throw;
+  }
 }
 
 void Operation::wake(std::atomic<Epoch>& word) { futex(word, FUTEX_WAKE, INT_MAX, nullptr); }

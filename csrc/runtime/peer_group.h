@@ -9,17 +9,20 @@
 //   operation.finish();
 //
 // A rank that is missing, late, gone or does something else ends the operation with PeerError on
-// every rank, and the group with it: the error names group, operation, and ranks. All state is the
-// group's own, so any number of groups may be in use at once, by any threads.
+// every rank, and the group with it: the error names group, operation, and ranks. So does a signal
+// whose handler raises while a rank waits (Interrupted). All state is the group's own, so any
+// number of groups may be in use at once, by any threads.
 #pragma once
 
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "common/epoch.h"
@@ -60,6 +63,8 @@ class PeerGroup {
 
   // Asynchronous operations, in order. Operations of other threads come after what was submitted.
   ProgressQueue& queue() { return queue_; }
+  // Waits for what was submitted, as ProgressQueue::help_until; also throws PeerError.
+  void help_until(const std::function<bool()>& is_done);
 
  private:
   friend class Operation;
@@ -74,11 +79,19 @@ class PeerGroup {
   void look_at_processors();
   // Throws PeerError in a forked child: two processes would be the same rank.
   void refuse_forks() const;
+  // Throws PeerError on a thread that is within an operation: a signal handler of its would wait
+  // for what comes after itself.
+  void refuse_nesting() const;
+  // Has what was submitted done first, as far as it can be.
+  void drain();
+  // Runs `wait`; where a signal ends it, it ends the group.
+  void ending_if_interrupted(const std::function<void()>& wait);
 
   std::shared_ptr<PeerMemory> memory_;
   std::string name_;
   std::vector<int64_t> global_ranks_;
   std::mutex turn_;  // held by the operation in progress
+  std::atomic<std::thread::id> turn_of_{};
   std::atomic<double> timeout_;
   std::atomic<uint64_t> operations_{0};
   Epoch epoch_;  // of the last step
@@ -132,13 +145,21 @@ class PeerGroup::Operation {
  private:
   void check(int peer);  // that its signature is this rank's
   void look_around();    // whether to give up
+  void look_for_interrupt();
   [[noreturn]] void end_group(const std::string& what);
   std::string title() const;  // "all_reduce(sum) of float32 [3], operation 17 of group tp"
   std::vector<int> missing() const;
 
   PeerGroup& group_;
   PeerMemory& memory_;
-  std::unique_lock<std::mutex> turn_;
+  struct Turn {  // one thread after the other
+    explicit Turn(PeerGroup& group);
+    ~Turn();
+    PeerGroup& group;
+    const std::lock_guard<std::mutex> lock;
+  };
+
+  Turn turn_;
   const Signature signature_;
   const uint64_t number_;
   const Seconds timeout_;

@@ -1,9 +1,10 @@
-// Work that a thread of its own does in order: the asynchronous operations of one group.
+// Work that is done in order, one after the other: the asynchronous operations of one group. A
+// thread of the queue's own does it, or whoever waits for it: to hand a small operation over to a
+// thread and its end back takes longer than the operation.
 #pragma once
 
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <thread>
 
 #include "runtime/fork_guard.h"
@@ -12,19 +13,28 @@ namespace tpkernels {
 
 class ProgressQueue {
  public:
+  using Work = std::function<void()>;
+
   ProgressQueue();
   ~ProgressQueue() { stop(); }
   ProgressQueue(const ProgressQueue&) = delete;
 
-  // The thread starts with the first one. `work` must not throw.
-  void submit(std::function<void()> work);
-  // Until all that was submitted before is done. Returns at once on the queue's own thread.
+  // The thread starts with the first one. `work` may throw Interrupted and nothing else.
+  void submit(Work work);
+  // Does what is in front, or waits while another thread does, until `is_done`, which the end of a
+  // work brings about. Throws Interrupted. Not from within a work.
+  void help_until(const std::function<bool()>& is_done);
+  // All that was submitted before. Returns at once within a work.
   void drain();
-  // Does what was submitted, and ends the thread. Later submissions are done by the caller. In a
-  // forked child, which has no such thread, it only lets go.
+  // Has what was submitted done, and ends the thread. Later submissions are done by the caller. In
+  // a forked child, which has no such thread, it only lets go.
   void stop();
+
   // Whether nothing is waiting or in progress.
   bool idle() const;
+  // Whether this thread is doing one of the works.
+  bool is_within_work() const;
+  // Whether this thread is the queue's own.
   bool on_own_thread() const;
 
  private:

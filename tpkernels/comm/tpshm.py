@@ -8,6 +8,7 @@ instead, on all its ranks; :func:`served_by` says so. Importing this module impo
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import functools
@@ -141,7 +142,13 @@ def _create(options: Any, _backend_options: Any) -> Any:
         return gloo
     module = native.load()
     assert module is not None
+    _settle_at_exit(module)
     return module.TpshmBackend(peers.group, gloo, name, global_ranks)
+
+
+@functools.cache
+def _settle_at_exit(module: Any) -> None:
+    atexit.register(module.settle)
 
 
 @functools.lru_cache  # once for a reason: a mesh has many groups

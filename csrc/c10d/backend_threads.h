@@ -1,0 +1,36 @@
+// The threads of a tpshm backend: its group's queue, and those on which futures are completed.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+
+#include "runtime/fork_guard.h"
+#include "runtime/peer_group.h"
+
+namespace tpkernels {
+
+class BackendThreads : public std::enable_shared_from_this<BackendThreads> {
+ public:
+  static std::shared_ptr<BackendThreads> of(const std::shared_ptr<PeerGroup>& group);
+
+  // Has `work`, which must not throw, done on another thread. One after the other; beside it where
+  // that one is busy, perhaps waiting for what comes next: callbacks are anybody's code.
+  void complete(std::function<void()> work);
+
+  // Lets the group's queue end what it has to do, if need be by ending the group.
+  void settle_group();
+  // And the futures, of all backends: to be called before the interpreter goes, as a thread that
+  // lets a tensor of its go later is stopped where it stands, and the process with it.
+  static void settle_all();
+
+ private:
+  explicit BackendThreads(const std::shared_ptr<PeerGroup>& group) : group_(group) {}
+
+  const std::weak_ptr<PeerGroup> group_;
+  std::atomic<int> beside_{0};  // threads beside the queue's
+  ForkGuard made_here_;
+  ProgressQueue completions_;  // last: its thread ends before what it uses
+};
+
+}  // namespace tpkernels
