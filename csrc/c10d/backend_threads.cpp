@@ -7,25 +7,31 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/process_exit.h"
+
 namespace tpkernels {
 namespace {
 
 // How long threads may take to end in good order. ASSUMPTION: what all ranks have begun is done by
 // then; what some have not begun would not end by waiting.
-constexpr Seconds kGrace{2.0};
+constexpr std::chrono::seconds kGrace{2};
 constexpr std::chrono::microseconds kPoll{100};
+// And those that have just ended their wait, to come back to the interpreter while it is there.
+constexpr std::chrono::milliseconds kComingBack{2};
 
-bool becomes_true(const std::function<bool()>& condition) {
-  const Clock::time_point began = Clock::now();
+template <class Condition>
+bool becomes_true(const Condition& condition, Clock::time_point limit = Clock::now() + kGrace) {
   while (!condition()) {
-    if (Clock::now() - began > kGrace) return false;
+    if (Clock::now() > limit) return false;
     std::this_thread::sleep_for(kPoll);
   }
   return true;
 }
 
-bool becomes_idle(const ProgressQueue& queue) {
-  return !queue.is_within_work() && becomes_true([&] { return queue.idle(); });
+void end(PeerGroup& group) {
+  group.abort("rank " + std::to_string(group.rank()) + " has left group " + group.name() +
+              " with operations under way. Fix: wait() for every operation before "
+              "destroy_process_group()");
 }
 
 struct Registry {
@@ -49,7 +55,10 @@ std::shared_ptr<BackendThreads> BackendThreads::of(const std::shared_ptr<PeerGro
 }
 
 void BackendThreads::complete(std::function<void()> work) {
-  auto task = [self = shared_from_this(), work = std::move(work)]() { work(); };
+  auto task = [self = shared_from_this(), work = std::move(work)]() {
+    stay_if_process_exits();
+    work();
+  };
   if (completions_.idle()) return completions_.submit(std::move(task));
   ++beside_;
   std::thread([self = shared_from_this(), task = std::function<void()>(std::move(task))]() mutable {
@@ -60,28 +69,38 @@ void BackendThreads::complete(std::function<void()> work) {
 }
 
 void BackendThreads::settle_group() {
-  if (made_here_.forked()) return;  // they run elsewhere
-  if (const std::shared_ptr<PeerGroup> group = group_.lock();
-      group && !becomes_idle(group->queue())) {
-    group->abort("rank " + std::to_string(group->rank()) + " has left group " + group->name() +
-                 " with operations under way. Fix: wait() for every operation before "
-                 "destroy_process_group()");
-    becomes_idle(group->queue());
-  }
+  const std::shared_ptr<PeerGroup> group = group_.lock();
+  if (!group || forked() || process_exits() || group->queue().is_within_work()) return;
+  const auto idle = [&] { return group->queue().idle(); };
+  if (becomes_true(idle)) return;
+  end(*group);
+  becomes_true(idle);
 }
 
 void BackendThreads::settle_all() {
-  std::vector<std::weak_ptr<BackendThreads>> all;
+  std::vector<std::weak_ptr<BackendThreads>> registered;
   {
     std::lock_guard lock(registry().mutex);
-    all = registry().all;
+    registered = registry().all;
   }
-  for (const auto& each : all) {
+  std::vector<std::shared_ptr<BackendThreads>> all;
+  for (const auto& each : registered) {
     const std::shared_ptr<BackendThreads> threads = each.lock();
-    if (!threads || threads->made_here_.forked()) continue;
-    threads->settle_group();
-    becomes_true([&] { return threads->completions_.idle() && threads->beside_ == 0; });
+    if (threads && !threads->forked()) all.push_back(threads);
   }
+  const Clock::time_point limit = Clock::now() + kGrace;
+  for (const auto& threads : all) {
+    const std::shared_ptr<PeerGroup> group = threads->group_.lock();
+    becomes_true([&] { return (!group || group->idle()) && threads->idle(); }, limit);
+  }
+  begin_process_exit();
+  for (const auto& threads : all) {
+    const std::shared_ptr<PeerGroup> group = threads->group_.lock();
+    if (group && !group->idle()) end(*group);
+  }
+  std::this_thread::sleep_for(kComingBack);
 }
+
+bool BackendThreads::idle() const { return completions_.idle() && beside_ == 0; }
 
 }  // namespace tpkernels

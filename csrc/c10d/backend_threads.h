@@ -20,12 +20,16 @@ class BackendThreads : public std::enable_shared_from_this<BackendThreads> {
 
   // Lets the group's queue end what it has to do, if need be by ending the group.
   void settle_group();
-  // And the futures, of all backends: to be called before the interpreter goes, as a thread that
-  // lets a tensor of its go later is stopped where it stands, and the process with it.
+  // Before the interpreter goes: lets the threads of all backends come to an end. Those that do not
+  // stay where they are (runtime/process_exit.h), and the peers are told.
   static void settle_all();
+  // Whether this process has copies of them and no threads.
+  bool forked() const { return made_here_.forked(); }
 
  private:
   explicit BackendThreads(const std::shared_ptr<PeerGroup>& group) : group_(group) {}
+
+  bool idle() const;  // no future is being completed
 
   const std::weak_ptr<PeerGroup> group_;
   std::atomic<int> beside_{0};  // threads beside the queue's

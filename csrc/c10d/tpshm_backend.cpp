@@ -1,6 +1,5 @@
 #include "c10d/tpshm_backend.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <utility>
@@ -29,11 +28,11 @@ void carry_out(TpshmWork& work, PeerGroup& group, const std::function<void(PeerG
                BackendThreads& threads) {
   const auto complete = [&](const std::exception_ptr& error) { work.complete(error, threads); };
   try {
-    // Gradients and versions of tensors, and modes of the thread that waits, are no matter of a
-    // collective.
-    const at::AutoDispatchBelowADInplaceOrView below;
-    const c10::impl::ExcludeDispatchKeyGuard no_modes(
-        c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+    // Gradients and versions of tensors are no matter of a collective, nor are modes and transforms
+    // that the thread is in which waits for it.
+    const c10::impl::ForceDispatchKeyGuard plain(
+        c10::default_included_set,
+        c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView);
     body(group);
   } catch (const Interrupted&) {
     complete(backend_error(group.ended().value_or("interrupted by a signal")));
@@ -62,7 +61,10 @@ TpshmBackend::TpshmBackend(std::shared_ptr<PeerGroup> group, c10::intrusive_ptr<
   register_peer_group(name_, group_);
 }
 
-TpshmBackend::~TpshmBackend() { leave(); }
+TpshmBackend::~TpshmBackend() {
+  leave();
+  if (threads_->forked()) rest_.release();  // it would wait for threads that it does not have
+}
 
 void TpshmBackend::leave() {
   std::shared_ptr<PeerGroup> group;
@@ -77,7 +79,7 @@ void TpshmBackend::leave() {
 
 void TpshmBackend::shutdown() {
   leave();
-  rest_->shutdown();
+  if (!threads_->forked()) rest_->shutdown();
 }
 
 void TpshmBackend::abort() {

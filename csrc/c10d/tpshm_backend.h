@@ -105,7 +105,7 @@ class TpshmBackend : public c10d::Backend {
 
   mutable std::mutex mutex_;
   std::shared_ptr<PeerGroup> group_;  // null once it is shut down
-  const c10::intrusive_ptr<c10d::Backend> rest_;
+  c10::intrusive_ptr<c10d::Backend> rest_;
   const std::string name_;
   const c10::intrusive_ptr<Options> options_;
   std::atomic<uint64_t> sequence_{0};

@@ -3,16 +3,21 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 
+#include <algorithm>
 #include <mutex>
 #include <string>
 #include <utility>
 
 #include "runtime/interrupts.h"
+#include "runtime/process_exit.h"
 
 namespace tpkernels {
 namespace {
 
 using Future = c10::ivalue::Future;
+
+// How late a thread that waits sees a signal at most.
+constexpr std::chrono::milliseconds kLookAroundEvery{20};
 
 void settle(Future& future, const std::exception_ptr& error, c10::IValue value) {
   if (error) {
@@ -33,19 +38,40 @@ TpshmWork::TpshmWork(std::shared_ptr<PeerGroup> group, int rank, c10d::OpType op
       group_(std::move(group)) {}
 
 bool TpshmWork::wait(std::chrono::milliseconds timeout) {
-  if (timeout == kNoTimeout) {
-    if (const std::shared_ptr<PeerGroup> group = under_way()) {
-      raising_causes([&] { help(*group); });
-    }
-  }
-  return c10d::Work::wait(timeout);
+  const bool limited = timeout != kNoTimeout;
+  const auto limit = limited ? Clock::now() + timeout : Clock::time_point::max();
+  raising_causes([&] {
+    if (!limited) help();
+    wait_until(limit);
+  });
+  stay_if_process_exits();
+  return c10d::Work::wait(std::chrono::milliseconds(1));  // completed, or it says that it is not
 }
 
-void TpshmWork::help(PeerGroup& group) {
+void TpshmWork::help() {
+  const std::shared_ptr<PeerGroup> group = under_way();
+  if (!group) return;
   try {
-    group.help_until([this] { return under_way() == nullptr; });
+    group->help_until([this] { return under_way() == nullptr; });
   } catch (const PeerError& error) {
     C10_THROW_ERROR(DistBackendError, std::string("tpshm: ") + error.what());
+  }
+}
+
+void TpshmWork::wait_until(Clock::time_point limit) {
+  std::unique_lock lock(mutex_);
+  while (!completed_ && Clock::now() < limit) {
+    cv_.wait_until(lock, std::min(limit, Clock::now() + kLookAroundEvery));
+    if (completed_) return;
+    const std::shared_ptr<PeerGroup> group = group_;
+    lock.unlock();
+    try {
+      check_interrupt();
+    } catch (const Interrupted&) {
+      if (group) group->end_interrupted();
+      throw;
+    }
+    lock.lock();
   }
 }
 

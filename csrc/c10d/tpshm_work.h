@@ -31,7 +31,8 @@ class TpshmWork : public c10d::Work {
   void complete(std::exception_ptr error, BackendThreads& threads);
 
  private:
-  void help(PeerGroup& group);
+  void help();
+  void wait_until(Clock::time_point limit);
   std::shared_ptr<PeerGroup> under_way() const;  // whose queue has it to do, or null
   c10::IValue value() const;
   c10::TypePtr value_type() const;

@@ -1,19 +1,16 @@
 #include "runtime/peer_group.h"
 
-#include <linux/futex.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
 #include <bit>
-#include <cerrno>
 #include <climits>
 #include <cstdio>
 #include <cstring>
 #include <utility>
 
+#include "runtime/futex.h"
 #include "runtime/interrupts.h"
+#include "runtime/process_exit.h"
 
 namespace tpkernels {
 namespace {
@@ -30,9 +27,6 @@ constexpr uint32_t kYields = 250;
 constexpr uint32_t kYieldsCrowded = 60;
 // A thread of its own looks less: its process computes meanwhile.
 constexpr uint32_t kPausesBeside = 200;
-// What a sleeper looks around for (a rank that is gone, a limit that has passed) comes this late at
-// most.
-constexpr long kSleepNanoseconds = 20'000'000;
 
 void pause() {
 #if defined(__x86_64__)
@@ -40,12 +34,6 @@ void pause() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
-}
-
-// Not FUTEX_PRIVATE_FLAG: the word is shared between processes.
-long futex(std::atomic<Epoch>& word, int operation, uint32_t value, const timespec* limit) {
-  return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, limit, nullptr,
-                 0);
 }
 
 std::string seconds_text(Seconds seconds) {
@@ -96,7 +84,7 @@ void PeerGroup::abort(const std::string& reason) {
     record.state.store(AbortRecord::kWritten, std::memory_order_release);
   }
   for (int peer = 0; peer < world(); ++peer) {
-    futex(memory_->control(peer).arrived.epoch, FUTEX_WAKE, INT_MAX, nullptr);
+    futex_wake(memory_->control(peer).arrived.epoch, INT_MAX);
   }
 }
 
@@ -140,36 +128,55 @@ void PeerGroup::refuse_nesting() const {
                   "in another one. Fix: let the handler set a flag, and act on it between steps");
 }
 
-void PeerGroup::help_until(const std::function<bool()>& is_done) {
-  refuse_nesting();
-  ending_if_interrupted([&] { queue_.help_until(is_done); });
+void PeerGroup::refuse_ended() const {
+  if (const std::optional<std::string> reason = ended()) throw PeerError(*reason);
 }
 
-void PeerGroup::drain() {
-  if (queue_.idle()) return;
-  ending_if_interrupted([this] { queue_.drain(); });
+bool PeerGroup::idle() const {
+  return queue_.idle() && turn_of_.load(std::memory_order_relaxed) == std::thread::id();
 }
 
-void PeerGroup::ending_if_interrupted(const std::function<void()>& wait) {
+void PeerGroup::end_interrupted() {
+  abort("rank " + rank_text(rank()) + " of group " + name_ +
+        " was interrupted by a signal while it waited for an operation of another thread. Fix: "
+        "make a new group");
+}
+
+template <class Wait>
+void PeerGroup::ending_if_interrupted(const Wait& wait) {
   try {
     wait();
   } catch (const Interrupted&) {
-    abort("rank " + rank_text(rank()) + " of group " + name_ +
-          " was interrupted by a signal while it waited for an asynchronous operation. Fix: make a "
-          "new group");
+    end_interrupted();
     throw;
   }
 }
 
+void PeerGroup::help_until(const std::function<bool()>& is_done) {
+  refuse_forks();
+  refuse_nesting();
+  if (process_exits()) refuse_ended();
+  ending_if_interrupted([&] { queue_.help_until(is_done); });
+}
+
 using Operation = PeerGroup::Operation;
 
-Operation::Turn::Turn(PeerGroup& group)
-    : group((group.refuse_forks(), group.refuse_nesting(), group)),
-      lock((group.drain(), group.turn_)) {
+Operation::Turn::Turn(PeerGroup& group) : group(group) {
+  group.refuse_forks();
+  group.refuse_nesting();
+  if (process_exits()) group.refuse_ended();  // who has the turn may keep it
+  group.ending_if_interrupted([&group] {
+    group.queue_.drain();
+    group.turn_.lock();
+  });
   group.turn_of_.store(std::this_thread::get_id(), std::memory_order_relaxed);
 }
 
-Operation::Turn::~Turn() { group.turn_of_.store({}, std::memory_order_relaxed); }
+Operation::Turn::~Turn() {
+  stay_if_process_exits();
+  group.turn_of_.store({}, std::memory_order_relaxed);
+  group.turn_.unlock();
+}
 
 Operation::Operation(PeerGroup& group, const Signature& signature, std::optional<Seconds> timeout)
     : group_(group),
@@ -251,9 +258,7 @@ bool Operation::look_again(uint32_t attempt) {
 
 void Operation::sleep(std::atomic<Epoch>& word, Epoch seen) {
   look_around();
-  const timespec limit = {0, kSleepNanoseconds};
-  // Every way it can end is a reason to look again; but a wake or a change means that all is well.
-  if (futex(word, FUTEX_WAIT, seen, &limit) != 0 && errno != EAGAIN) look_for_interrupt();
+  if (futex_wait(word, seen) == FutexWait::kNothing) look_for_interrupt();
 }
 
 void Operation::look_for_interrupt() {
@@ -267,7 +272,7 @@ void Operation::look_for_interrupt() {
   }
 }
 
-void Operation::wake(std::atomic<Epoch>& word) { futex(word, FUTEX_WAKE, INT_MAX, nullptr); }
+void Operation::wake(std::atomic<Epoch>& word) { futex_wake(word, INT_MAX); }
 
 std::vector<int> Operation::missing() const {
   std::vector<int> ranks;
@@ -279,6 +284,7 @@ std::vector<int> Operation::missing() const {
 }
 
 void Operation::look_around() {
+  stay_if_process_exits();
   if (const std::optional<std::string> reason = group_.ended()) {
     finished_ = true;  // nothing more to tell the others
     throw PeerError(*reason + ". This was rank " + group_.rank_text(rank()) + " in " + title());

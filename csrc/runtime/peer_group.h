@@ -27,6 +27,7 @@
 
 #include "common/epoch.h"
 #include "runtime/fork_guard.h"
+#include "runtime/interruptible_mutex.h"
 #include "runtime/peer_memory.h"
 #include "runtime/progress_queue.h"
 #include "runtime/signature.h"
@@ -58,11 +59,15 @@ class PeerGroup {
 
   // Ends this and all later operations of all ranks with PeerError, for the first reason given.
   void abort(const std::string& reason);
+  // The same, as a signal has ended this rank's wait for an operation of another thread.
+  void end_interrupted();
   // The reason for which the group has ended, if it has.
   std::optional<std::string> ended() const;
 
   // Asynchronous operations, in order. Operations of other threads come after what was submitted.
   ProgressQueue& queue() { return queue_; }
+  // Whether nothing is submitted, waiting or under way.
+  bool idle() const;
   // Waits for what was submitted, as ProgressQueue::help_until; also throws PeerError.
   void help_until(const std::function<bool()>& is_done);
 
@@ -82,15 +87,15 @@ class PeerGroup {
   // Throws PeerError on a thread that is within an operation: a signal handler of its would wait
   // for what comes after itself.
   void refuse_nesting() const;
-  // Has what was submitted done first, as far as it can be.
-  void drain();
+  void refuse_ended() const;
   // Runs `wait`; where a signal ends it, it ends the group.
-  void ending_if_interrupted(const std::function<void()>& wait);
+  template <class Wait>
+  void ending_if_interrupted(const Wait& wait);
 
   std::shared_ptr<PeerMemory> memory_;
   std::string name_;
   std::vector<int64_t> global_ranks_;
-  std::mutex turn_;  // held by the operation in progress
+  InterruptibleMutex turn_;  // held by the operation in progress
   std::atomic<std::thread::id> turn_of_{};
   std::atomic<double> timeout_;
   std::atomic<uint64_t> operations_{0};
@@ -156,7 +161,6 @@ class PeerGroup::Operation {
     explicit Turn(PeerGroup& group);
     ~Turn();
     PeerGroup& group;
-    const std::lock_guard<std::mutex> lock;
   };
 
   Turn turn_;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "runtime/interrupts.h"
+#include "runtime/process_exit.h"
 
 namespace tpkernels {
 namespace {
@@ -103,9 +104,12 @@ void ProgressQueue::help_until(const std::function<bool()>& is_done) {
     const bool woken = state->ended.wait_for(lock, kInterruptEvery) == std::cv_status::no_timeout;
     if (woken) continue;
     lock.unlock();
+    stay_if_process_exits();
     check_interrupt();
     lock.lock();
   }
+  lock.unlock();
+  stay_if_process_exits();
 }
 
 void ProgressQueue::drain() {

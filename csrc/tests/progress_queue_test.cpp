@@ -3,11 +3,13 @@
 #include "runtime/progress_queue.h"
 
 #include <atomic>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "runtime/interruptible_mutex.h"
 #include "runtime/interrupts.h"
 #include "tests/check.h"
 #include "tests/group_calls.h"
@@ -158,6 +160,50 @@ TPK_TEST(a_signal_ends_the_group_whoever_does_the_work) {
     group.queue().drain();
   });
   for (const std::string& error : errors) CHECK(error.empty(), "%s", error.c_str());
+}
+
+TPK_TEST(a_signal_ends_the_wait_for_another_threads_turn) {
+  const WithSignals with_signals;
+  auto groups = loopback_groups(2, Seconds(20));
+  const auto errors = on_threads(groups, [](PeerGroup& group) {
+    if (group.rank() == 1) return;
+    std::atomic<bool> begun{false};
+    std::thread other([&] {
+      try {
+        const PeerGroup::Operation operation(group, signature_of(1));
+        begun = true;
+        std::this_thread::sleep_for(Seconds(0.3));
+      } catch (const PeerError&) {
+      }
+    });
+    while (!begun) std::this_thread::yield();
+    signalled = std::this_thread::get_id();
+    const auto began = Clock::now();
+    try {
+      raising_causes([&] { sum(group, 1); });
+    } catch (const std::runtime_error& error) {
+      CHECK(error.what() == std::string("stop"), "%s", error.what());
+    }
+    CHECK(Seconds(Clock::now() - began).count() < 0.25, "it waited for its turn");
+    other.join();
+  });
+  for (const std::string& error : errors) CHECK(error.empty(), "%s", error.c_str());
+}
+
+TPK_TEST(threads_that_share_a_mutex_take_turns) {
+  InterruptibleMutex mutex;
+  int64_t count = 0;  // guarded by it
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&] {
+      for (int turn = 0; turn < 20000; ++turn) {
+        const std::lock_guard lock(mutex);
+        ++count;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(count == 80000, "%ld", static_cast<long>(count));
 }
 
 TPK_TEST(an_interrupted_work_is_done_with_and_the_next_one_follows) {

@@ -72,6 +72,29 @@ def test_ddp_with_a_hook_keeps_the_ranks_alike(pools, hook):
     assert torch.equal(first, second) and bool(first.isfinite().all())
 
 
+def waits_in_a_transform(group, transform):
+    group = sharing(group)
+
+    def waits(y):
+        pending[0].wait()
+        return y.sum()
+
+    for _ in range(20):
+        x = torch.ones(4, 4).t()[1:]  # not in one piece: it is copied on the way
+        pending = [dist.all_reduce(x, group=group, async_op=True)]
+        y = torch.ones(3)
+        if transform == "jvp":
+            torch.func.jvp(waits, (y,), (y,))
+        else:
+            getattr(torch.func, transform)(waits)(y)
+        assert x.tolist() == [[2.0] * 4] * 3
+
+
+@pytest.mark.parametrize("transform", ["functionalize", "grad", "jvp", "vmap"])
+def test_a_transform_that_waits_does_not_transform_the_collective(pools, transform):
+    pools(2).run(waits_in_a_transform, transform)
+
+
 def overlapping(group):
     group = sharing(group)
     rank = group.rank()

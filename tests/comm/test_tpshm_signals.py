@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 import tpkernels as tpk
 from tests.comm.test_tpshm_errors import failure, new_group
 from tpkernels import native
+from tpkernels.testing import RankPool
 
 pytestmark = pytest.mark.skipif(
     not native.status().available, reason="tpshm is compiled; this machine has none"
@@ -47,6 +50,16 @@ def waits(tpshm, how):
     elif how == "the second wait":
         dist.all_reduce(x, group=tpshm, async_op=True)
         dist.all_gather_single(torch.ones(4, 3), x, group=tpshm, async_op=True).wait()
+    elif how == "a wait with a limit":
+        dist.all_reduce(x, group=tpshm, async_op=True).wait(datetime.timedelta(seconds=20))
+    elif how == "another thread's turn":
+        other = threading.Thread(target=failure, args=(lambda: dist.barrier(group=tpshm),))
+        other.start()
+        time.sleep(0.1)
+        try:
+            dist.all_reduce(x, group=tpshm)
+        finally:
+            other.join()
     elif how == "barrier":
         dist.barrier(group=tpshm)
     else:
@@ -68,7 +81,18 @@ def interrupted(group, how):
     return failure(lambda: dist.barrier(group=tpshm))[0], seconds
 
 
-@pytest.mark.parametrize("how", ["all_reduce", "wait", "the second wait", "barrier", "all_reduce_"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "all_reduce",
+        "all_reduce_",
+        "barrier",
+        "wait",
+        "the second wait",
+        "a wait with a limit",
+        "another thread's turn",
+    ],
+)
 def test_an_interrupt_ends_the_wait_and_tells_the_others(pools, how):
     (then, seconds), (theirs, their_seconds) = pools(2).run(interrupted, how)
     assert seconds < 0.95, "it waited for the other rank"
@@ -124,8 +148,45 @@ def test_a_collective_in_a_handler_is_refused_not_waited_for(pools, asynchronous
     assert "rank 0 was interrupted by a signal" in theirs
 
 
+def make_alone(group):
+    if group.rank() == 1:
+        time.sleep(0.8)
+        return None
+    began = time.monotonic()
+    with Alarm(signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+        dist.new_group([0, 1], backend="tpshm")
+    return time.monotonic() - began
+
+
+def test_an_interrupt_ends_the_wait_for_a_group_that_is_made():
+    with RankPool(2) as pool:  # which loses count of its groups
+        assert pool.run(make_alone)[0] < 0.7
+
+
+def forked(group):
+    tpshm = new_group()
+    if group.rank() == 1:
+        time.sleep(0.5)
+        dist.all_reduce(torch.ones(3), group=tpshm)
+        return None
+    work = dist.all_reduce(torch.ones(3), group=tpshm, async_op=True)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = failure(work.wait)[0] if not work.is_completed() else "completed"
+        os.write(writing, said.encode())
+        os._exit(0)
+    work.wait()
+    assert os.waitpid(child, 0)[1] == 0
+    return os.read(reading, 1000).decode()
+
+
+def test_a_forked_child_does_not_wait(pools):
+    assert "this process is a fork of rank 0" in pools(2).run(forked)[0]
+
+
 EXITS = """
-import sys, time, torch, torch.distributed as dist
+import os, sys, threading, time, torch, torch.distributed as dist
 torch.set_num_threads(1)
 how, store, rank = sys.argv[1:]
 dist.init_process_group("tpshm", init_method="file://" + store, rank=int(rank), world_size=2)
@@ -145,10 +206,24 @@ for _ in range(3):
         del works
 if how == "alone" and dist.get_rank() == 0:
     dist.all_reduce(x, async_op=True)
+if how == "fork":
+    work = dist.all_reduce(x, async_op=True)
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)  # which destroys copies of all that the parent has
+    work.wait()
+    assert os.waitpid(child, 0)[1] == 0
+if how == "daemon" and dist.get_rank() == 0:  # threads wait for what does not come
+    work = dist.all_reduce(x, async_op=True)
+    for wait in (work.wait, lambda: dist.barrier(group=tpshm)):
+        threading.Thread(target=wait, daemon=True).start()
+    time.sleep(0.2)
+elif how == "daemon":
+    time.sleep(3)
 """
 
 
-@pytest.mark.parametrize("how", ["wait", "sleep", "then", "leave", "alone"])
+@pytest.mark.parametrize("how", ["wait", "sleep", "then", "leave", "alone", "daemon", "fork"])
 def test_a_process_may_end_without_destroying_its_groups(how, tmp_path):
     ranks = [
         subprocess.Popen(

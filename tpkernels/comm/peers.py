@@ -9,7 +9,6 @@ All read the same answers, so all come to the same conclusion.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import sys
@@ -26,6 +25,9 @@ SWITCHED_OFF = "TPKERNELS_NATIVE=0"
 # How long the rank that made the memory waits for the others to come for it. ASSUMPTION: all have
 # just been heard of in the store, so that only one that cannot come needs longer.
 _HAND_OVER_SECONDS = 30.0
+
+# Between two looks for the word of others: more and more, as those that are late come much later.
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.05
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,22 @@ class Meeting:
     def _read(self, topic: str, ranks: list[int]) -> list[Any]:
         keys = [f"{self.prefix}/{topic}/{rank}" for rank in ranks]
         try:
-            self._store.wait(keys, datetime.timedelta(seconds=self.seconds_left()))
+            self._wait(keys)
             return [json.loads(value) for value in self._store.multi_get(keys)]
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             raise CommunicationError(self._absence(keys, ranks, error)) from error
 
-    def _absence(self, keys: list[str], ranks: list[int], error: RuntimeError) -> str:
+    def _wait(self, keys: list[str]) -> None:
+        # Not the store's own wait, during which no signal's handler runs.
+        end = time.monotonic() + self.seconds_left()
+        pause = _FIRST_PAUSE_SECONDS
+        while not self._store.check(keys):
+            if time.monotonic() > end:
+                raise TimeoutError
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _absence(self, keys: list[str], ranks: list[int], error: Exception) -> str:
         here = f"tpshm: rank {self.rank} of {self.size} makes group {self.name}"
         try:
             absent = [r for r, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
