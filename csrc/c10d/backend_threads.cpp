@@ -55,6 +55,7 @@ std::shared_ptr<BackendThreads> BackendThreads::of(const std::shared_ptr<PeerGro
 }
 
 void BackendThreads::complete(std::function<void()> work) {
+  if (process_exits()) return work();  // its threads stay where they are
   auto task = [self = shared_from_this(), work = std::move(work)]() {
     stay_if_process_exits();
     work();

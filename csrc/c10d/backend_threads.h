@@ -15,7 +15,8 @@ class BackendThreads : public std::enable_shared_from_this<BackendThreads> {
   static std::shared_ptr<BackendThreads> of(const std::shared_ptr<PeerGroup>& group);
 
   // Has `work`, which must not throw, done on another thread. One after the other; beside it where
-  // that one is busy, perhaps waiting for what comes next: callbacks are anybody's code.
+  // that one is busy, perhaps waiting for what comes next: callbacks are anybody's code. Once the
+  // process exits, by the caller.
   void complete(std::function<void()> work);
 
   // Lets the group's queue end what it has to do, if need be by ending the group.

@@ -122,7 +122,10 @@ void PeerGroup::look_at_processors() {
 }
 
 void PeerGroup::refuse_nesting() const {
-  if (turn_of_.load(std::memory_order_relaxed) != std::this_thread::get_id()) return;
+  if (turn_of_.load(std::memory_order_relaxed) == std::this_thread::get_id()) throw_nested();
+}
+
+void PeerGroup::throw_nested() const {
   throw PeerError("group " + name_ +
                   ": a signal handler calls a collective while its thread waits "
                   "in another one. Fix: let the handler set a flag, and act on it between steps");
@@ -155,6 +158,7 @@ void PeerGroup::ending_if_interrupted(const Wait& wait) {
 void PeerGroup::help_until(const std::function<bool()>& is_done) {
   refuse_forks();
   refuse_nesting();
+  if (queue_.is_within_work()) throw_nested();  // which waits for its turn
   if (process_exits()) refuse_ended();
   ending_if_interrupted([&] { queue_.help_until(is_done); });
 }

@@ -87,6 +87,7 @@ class PeerGroup {
   // Throws PeerError on a thread that is within an operation: a signal handler of its would wait
   // for what comes after itself.
   void refuse_nesting() const;
+  [[noreturn]] void throw_nested() const;
   void refuse_ended() const;
   // Runs `wait`; where a signal ends it, it ends the group.
   template <class Wait>

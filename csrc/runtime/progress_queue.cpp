@@ -82,7 +82,7 @@ bool ProgressQueue::on_own_thread() const {
 void ProgressQueue::submit(Work work) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
-  if (state.stopping) {
+  if (state.stopping || process_exits()) {  // whose own thread stays where it is
     lock.unlock();
     work();
     return;

@@ -26,8 +26,8 @@ class ProgressQueue {
   void help_until(const std::function<bool()>& is_done);
   // All that was submitted before. Returns at once within a work.
   void drain();
-  // Has what was submitted done, and ends the thread. Later submissions are done by the caller. In
-  // a forked child, which has no such thread, it only lets go.
+  // Has what was submitted done, and ends the thread. Later submissions are done by the caller, as
+  // they are once the process exits. In a forked child, which has no such thread, it only lets go.
   void stop();
 
   // Whether nothing is waiting or in progress.

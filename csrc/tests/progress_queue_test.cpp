@@ -190,6 +190,21 @@ TPK_TEST(a_signal_ends_the_wait_for_another_threads_turn) {
   for (const std::string& error : errors) CHECK(error.empty(), "%s", error.c_str());
 }
 
+TPK_TEST(a_wait_within_a_work_is_refused) {
+  auto groups = loopback_groups(1, Seconds(20));
+  std::string refused;
+  groups[0]->queue().submit([&] {
+    try {
+      groups[0]->help_until([] { return false; });
+    } catch (const PeerError& error) {
+      refused = error.what();
+    }
+  });
+  groups[0]->queue().drain();
+  CHECK(refused.find("a signal handler calls a collective") != std::string::npos, "%s",
+        refused.c_str());
+}
+
 TPK_TEST(threads_that_share_a_mutex_take_turns) {
   InterruptibleMutex mutex;
   int64_t count = 0;  // guarded by it

@@ -186,7 +186,17 @@ def test_a_forked_child_does_not_wait(pools):
 
 
 EXITS = """
-import os, sys, threading, time, torch, torch.distributed as dist
+import atexit, os, sys, threading, time, torch, torch.distributed as dist
+
+def late():  # called after what comes to an end at the exit
+    works = [dist.all_reduce(x, async_op=True) for _ in range(20)]
+    time.sleep(0.05)
+    works[0].get_future().wait()
+    for work in works:
+        work.wait()
+
+if sys.argv[1] == "late":
+    atexit.register(late)
 torch.set_num_threads(1)
 how, store, rank = sys.argv[1:]
 dist.init_process_group("tpshm", init_method="file://" + store, rank=int(rank), world_size=2)
@@ -223,7 +233,9 @@ elif how == "daemon":
 """
 
 
-@pytest.mark.parametrize("how", ["wait", "sleep", "then", "leave", "alone", "daemon", "fork"])
+@pytest.mark.parametrize(
+    "how", ["wait", "sleep", "then", "leave", "alone", "daemon", "fork", "late"]
+)
 def test_a_process_may_end_without_destroying_its_groups(how, tmp_path):
     ranks = [
         subprocess.Popen(

@@ -18,7 +18,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tpkernels import envs
-from tpkernels.errors import TPKernelsWarning
+from tpkernels.errors import CommunicationError, TPKernelsWarning
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -126,12 +126,20 @@ def _create(options: Any, _backend_options: Any) -> Any:
     seconds = time_limit(options.timeout)
     meeting = Meeting(options.store, rank, size, name, seconds)
     peers = make_peers(meeting, global_ranks, seconds)
-    gloo = dist.ProcessGroupGloo(
-        dist.PrefixStore(f"{meeting.prefix}/gloo/", options.store),
-        rank,
-        size,
-        timeout=datetime.timedelta(seconds=seconds),
-    )
+    try:
+        gloo = dist.ProcessGroupGloo(
+            dist.PrefixStore(f"{meeting.prefix}/gloo/", options.store),
+            rank,
+            size,
+            timeout=datetime.timedelta(seconds=seconds),
+        )
+    except RuntimeError as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        raise CommunicationError(
+            f"tpshm: rank {rank} of {size} makes group {name}: no connections over Gloo within "
+            f"{seconds:g} s: {first_line}. Fix: see what the other ranks do instead, or allow "
+            "more seconds in TPKERNELS_TIMEOUT"
+        ) from error
     gloo.options.global_ranks_in_group = global_ranks
     gloo.options.group_name = name
     gloo._set_sequence_number_for_group()
