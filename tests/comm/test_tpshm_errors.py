@@ -56,6 +56,22 @@ def test_a_rank_that_dies_is_named(pools, monkeypatch, asynchronous):
     assert re.match(said + r"\[0, 1\]\): rank 1 \(process \d+\) is gone", survivor.message)
 
 
+def die_while_connecting(group):
+    if group.rank() == 1:
+        dist.ProcessGroupGloo = lambda *_, **__: os._exit(3)
+    new_group(1.0)
+
+
+def test_a_rank_that_dies_while_gloo_connects_is_named(pools, monkeypatch):
+    monkeypatch.setattr(rank_pool, "GRACE_SECONDS", 15.0)  # let the survivor speak
+    with pytest.raises(RankError) as caught:
+        pools(2).run(die_while_connecting)
+    (survivor,) = [each for each in caught.value.failures if each.rank == 0]
+    assert survivor.type_name.endswith("CommunicationError")
+    assert "no sign of rank 1 (of the group)" in survivor.message
+    assert "TPKERNELS_TIMEOUT" in survivor.message
+
+
 def be_late(group):
     tpshm = new_group(0.5)
     told = []

@@ -26,6 +26,9 @@ SWITCHED_OFF = "TPKERNELS_NATIVE=0"
 # just been heard of in the store, so that only one that cannot come needs longer.
 _HAND_OVER_SECONDS = 30.0
 
+# How much later than this one others may notice that they cannot be connected.
+_GIVING_UP_SECONDS = 1.0
+
 # Between two looks for the word of others: more and more, as those that are late come much later.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.05
 
@@ -72,6 +75,34 @@ class Meeting:
     def hear_all(self, topic: str) -> list[Any]:
         """What each of the ranks says."""
         return self._read(topic, list(range(self.size)))
+
+    def why_no_connections(self, error: RuntimeError) -> str:
+        """What to say of ``error``, with which Gloo gave up connecting the ranks.
+
+        Those that live say how it went for them, at about the same time.
+        """
+        end = time.monotonic() + _GIVING_UP_SECONDS
+        try:
+            while (absent := self._silent("connections")) and time.monotonic() < end:
+                time.sleep(_LONGEST_PAUSE_SECONDS)
+        except RuntimeError:  # the store has gone, too
+            absent = []
+        first_line = (str(error).splitlines() or [""])[0]
+        sign = (
+            f"no sign of rank {', '.join(map(str, absent))} (of the group) and " if absent else ""
+        )
+        return (
+            f"tpshm: rank {self.rank} of {self.size} makes group {self.name}: {sign}no connections "
+            f"over Gloo: {first_line}. Fix: see what the other ranks do instead, or allow more "
+            "seconds in TPKERNELS_TIMEOUT"
+        )
+
+    def _silent(self, topic: str) -> list[int]:
+        return [
+            rank
+            for rank in range(self.size)
+            if not self._store.check([f"{self.prefix}/{topic}/{rank}"])
+        ]
 
     def _read(self, topic: str, ranks: list[int]) -> list[Any]:
         keys = [f"{self.prefix}/{topic}/{rank}" for rank in ranks]

@@ -134,12 +134,9 @@ def _create(options: Any, _backend_options: Any) -> Any:
             timeout=datetime.timedelta(seconds=seconds),
         )
     except RuntimeError as error:
-        first_line = (str(error).splitlines() or [""])[0]
-        raise CommunicationError(
-            f"tpshm: rank {rank} of {size} makes group {name}: no connections over Gloo within "
-            f"{seconds:g} s: {first_line}. Fix: see what the other ranks do instead, or allow "
-            "more seconds in TPKERNELS_TIMEOUT"
-        ) from error
+        meeting.say("connections", False)
+        raise CommunicationError(meeting.why_no_connections(error)) from error
+    meeting.say("connections", True)
     gloo.options.global_ranks_in_group = global_ranks
     gloo.options.group_name = name
     gloo._set_sequence_number_for_group()
