@@ -16,9 +16,6 @@ namespace {
 
 using Future = c10::ivalue::Future;
 
-// How late a thread that waits sees a signal at most.
-constexpr std::chrono::milliseconds kLookAroundEvery{20};
-
 void settle(Future& future, const std::exception_ptr& error, c10::IValue value) {
   if (error) {
     future.setError(error);

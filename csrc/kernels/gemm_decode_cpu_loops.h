@@ -56,8 +56,9 @@ void tile(Matrix<T> x, Matrix<T> weight, int64_t columns, int64_t k, SumsRow* ou
   TPK_UNROLL
   for (int j = 0; j < kColumns; ++j) rows[j] = weight.row(j < columns ? j : columns - 1);
   // The same place in the panel after this one, fetched into the second-level cache: weights from
-  // memory come 1.3 to 1.5 times faster, those from the cache as fast as without. (Into the first
-  // level: slower for both, since a panel is as large as that.) Past the end it fetches nothing.
+  // memory come 1.3 to 1.5 times faster, those from the last-level cache 7 % slower (2.4 MB of bf16
+  // at one row: 28.8 us for 26.8; EPYC, November 2026). (Into the first level: slower for both,
+  // since a panel is as large as that.) Past the end it fetches nothing.
   const int64_t ahead = weight.stride * kColumns;
   int64_t at = 0;
   for (; at + Op::kStep <= k; at += Op::kStep) {

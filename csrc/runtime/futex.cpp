@@ -6,11 +6,12 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
+
+#include "runtime/interrupts.h"
 
 namespace tpkernels {
 namespace {
-
-constexpr timespec kLookAroundEvery = {0, 20'000'000};
 
 // Not FUTEX_PRIVATE_FLAG: a word may be shared between processes.
 long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* limit) {
@@ -21,7 +22,8 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
 }  // namespace
 
 FutexWait futex_wait(std::atomic<uint32_t>& word, uint32_t seen) {
-  const long result = futex(word, FUTEX_WAIT, seen, &kLookAroundEvery);
+  const timespec limit = {0, std::chrono::nanoseconds(kLookAroundEvery).count()};
+  const long result = futex(word, FUTEX_WAIT, seen, &limit);
   return result == 0 || errno == EAGAIN ? FutexWait::kChanged : FutexWait::kNothing;
 }
 

@@ -11,7 +11,7 @@ enum class FutexWait {
   kNothing   // after a while, or by a signal: a reason to look around
 };
 
-// Sleeps no longer than 20 ms: a sleeper looks around that often.
+// Sleeps no longer than kLookAroundEvery (runtime/interrupts.h).
 FutexWait futex_wait(std::atomic<uint32_t>& word, uint32_t seen);
 void futex_wake(std::atomic<uint32_t>& word, int sleepers);
 

@@ -2,9 +2,14 @@
 // the interpreter whose handlers are to run; python/module.cpp says how.
 #pragma once
 
+#include <chrono>
 #include <exception>
 
 namespace tpkernels {
+
+// How late at most a thread that waits sees a signal, or that a rank is gone or late: it looks
+// around this often.
+inline constexpr std::chrono::milliseconds kLookAroundEvery{20};
 
 // What a signal handler raised while this thread waited.
 struct Interrupted {

@@ -3,6 +3,7 @@
 #include "runtime/progress_queue.h"
 
 #include <atomic>
+#include <functional>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -87,6 +88,16 @@ std::exception_ptr raised_by_signal() {
   return std::make_exception_ptr(std::runtime_error("stop"));
 }
 
+// What a handler raised through `body`, or "".
+std::string raised_through(const std::function<void()>& body) {
+  try {
+    raising_causes(body);
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "";
+}
+
 struct WithSignals {
   WithSignals() { set_interrupt_check(&raised_by_signal); }
   ~WithSignals() { set_interrupt_check(nullptr); }
@@ -122,12 +133,7 @@ TPK_TEST(a_signal_ends_the_wait_for_another_threads_work_which_goes_on) {
   });
   while (!begun) std::this_thread::yield();
   signalled = std::this_thread::get_id();
-  std::string raised;
-  try {
-    raising_causes([&] { queue.drain(); });
-  } catch (const std::runtime_error& error) {
-    raised = error.what();
-  }
+  const std::string raised = raised_through([&] { queue.drain(); });
   CHECK(raised == "stop" && !done, "%s", raised.c_str());
   may_end = true;
   queue.drain();
@@ -149,14 +155,11 @@ TPK_TEST(a_signal_ends_the_group_whoever_does_the_work) {
     });
     while (!begun) std::this_thread::yield();  // by the queue's own thread
     signalled = std::this_thread::get_id();
-    try {
-      raising_causes([&] { sum(group, 1); });
-    } catch (const std::runtime_error& error) {
-      const std::string reason = group.ended().value_or("");
-      CHECK(error.what() == std::string("stop"), "%s", error.what());
-      CHECK(reason.find("rank 0 of group test was interrupted") != std::string::npos, "%s",
-            reason.c_str());
-    }
+    const std::string raised = raised_through([&] { sum(group, 1); });
+    const std::string reason = group.ended().value_or("");
+    CHECK(raised == "stop", "%s", raised.c_str());
+    CHECK(reason.find("rank 0 of group test was interrupted") != std::string::npos, "%s",
+          reason.c_str());
     group.queue().drain();
   });
   for (const std::string& error : errors) CHECK(error.empty(), "%s", error.c_str());
@@ -179,11 +182,8 @@ TPK_TEST(a_signal_ends_the_wait_for_another_threads_turn) {
     while (!begun) std::this_thread::yield();
     signalled = std::this_thread::get_id();
     const auto began = Clock::now();
-    try {
-      raising_causes([&] { sum(group, 1); });
-    } catch (const std::runtime_error& error) {
-      CHECK(error.what() == std::string("stop"), "%s", error.what());
-    }
+    const std::string raised = raised_through([&] { sum(group, 1); });
+    CHECK(raised == "stop", "%s", raised.c_str());
     CHECK(Seconds(Clock::now() - began).count() < 0.25, "it waited for its turn");
     other.join();
   });

@@ -26,7 +26,8 @@ SWITCHED_OFF = "TPKERNELS_NATIVE=0"
 # just been heard of in the store, so that only one that cannot come needs longer.
 _HAND_OVER_SECONDS = 30.0
 
-# How much later than this one others may notice that they cannot be connected.
+# How much later than this one others may notice that they cannot be connected. ASSUMPTION: all
+# began within that time, as they had just met.
 _GIVING_UP_SECONDS = 1.0
 
 # Between two looks for the word of others: more and more, as those that are late come much later.
@@ -85,12 +86,12 @@ class Meeting:
         try:
             while (absent := self._silent("connections")) and time.monotonic() < end:
                 time.sleep(_LONGEST_PAUSE_SECONDS)
-        except RuntimeError:  # the store has gone, too
-            absent = []
+        except RuntimeError:
+            sign = "the store does not answer, and "
+        else:
+            ranks = ", ".join(map(str, absent))
+            sign = f"no sign of rank {ranks} (of the group) and " if absent else ""
         first_line = (str(error).splitlines() or [""])[0]
-        sign = (
-            f"no sign of rank {', '.join(map(str, absent))} (of the group) and " if absent else ""
-        )
         return (
             f"tpshm: rank {self.rank} of {self.size} makes group {self.name}: {sign}no connections "
             f"over Gloo: {first_line}. Fix: see what the other ranks do instead, or allow more "
