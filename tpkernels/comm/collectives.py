@@ -18,6 +18,7 @@ from tpkernels.comm import tpshm
 from tpkernels.comm.group import group_by_name
 from tpkernels.comm.liveness import missing_ranks
 from tpkernels.errors import CommunicationError
+from tpkernels.instrument import arrived, communication, waiting
 
 tpshm.register()
 
@@ -32,12 +33,15 @@ class Pending:
     def __init__(self, work: Any, result: Tensor, operation: str, group_name: str) -> None:
         self._work, self._result = work, result
         self._operation, self._group_name = operation, group_name
+        self._sent = None if work is None else communication(operation, group_name, result)
 
     def wait(self) -> Tensor:
         """The result. On CUDA the current stream waits, not the host."""
         if self._work is not None:
             work, self._work = self._work, None
-            _guarded(work.wait, self._operation, self._group_name)
+            with waiting(self._operation, self._result):
+                _guarded(work.wait, self._operation, self._group_name)
+            arrived(self._sent)
         return self._result
 
     def drain(self) -> None:

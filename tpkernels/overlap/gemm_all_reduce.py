@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tpkernels import instrument
 from tpkernels.comm.collectives import Pending, all_reduce_async
 from tpkernels.comm.direct import sum_in_place
 from tpkernels.errors import ConfigError
 from tpkernels.library import DTYPES, check_gemm, define, needs_grad, rows
 from tpkernels.ops.gemm_act import gemm_act
 from tpkernels.overlap import fused
-from tpkernels.overlap.plan import plan_gemm_all_reduce
+from tpkernels.overlap.plan import OverlapPlan, plan_gemm_all_reduce
 from tpkernels.overlap.signaled import gemm_all_reduce_signaled
 
 
@@ -42,34 +43,47 @@ def _run(
     group_name: str,
     reduce_dtype: torch.dtype | None = None,
     chunks: int | None = None,
+    layer: str = "",
 ) -> Tensor:
     _check(x, weight, bias, reduce_dtype)
     if not group_name:
         return gemm_act(x, weight, bias)
-    x_MK = rows(x)
-    wire_dtype = reduce_dtype or x.dtype
-    plan = plan_gemm_all_reduce(
-        x_MK.shape[0],
-        weight.shape[0],
-        wire_dtype.itemsize,
-        group_name,
-        chunks,
-        fused=fused.refusal(x, [weight], group_name, reduce_dtype),
-        fused_rows=fused.most_rows(x.dtype),
-    )
-    if plan.strategy == "fused":
-        return fused.gemm_all_reduce_fused(x, weight, bias, group_name)
-    out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=wire_dtype)
-    out_MN = rows(out)
+    with instrument.operation("gemm_all_reduce", layer, group_name, x) as op:
+        x_MK = rows(x)
+        wire_dtype = reduce_dtype or x.dtype
+        op.plan = plan = plan_gemm_all_reduce(
+            x_MK.shape[0],
+            weight.shape[0],
+            wire_dtype.itemsize,
+            group_name,
+            chunks,
+            fused=fused.refusal(x, [weight], group_name, reduce_dtype),
+            fused_rows=fused.most_rows(x.dtype),
+        )
+        if plan.strategy == "fused":
+            return fused.gemm_all_reduce_fused(x, weight, bias, group_name)
+        out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=wire_dtype)
+        _fill(x_MK, weight, bias, rows(out), plan, group_name)
+        return out.to(x.dtype)  # no view: the caller may edit it in place
+
+
+def _fill(
+    x_MK: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_MN: Tensor,
+    plan: OverlapPlan,
+    group_name: str,
+) -> None:
     if plan.strategy == "signaled":
         gemm_all_reduce_signaled(x_MK, weight, bias, out_MN, plan, group_name)
-        return out.to(x.dtype)
+        return
     if plan.chunks == 1:
         _partial(x_MK, weight, out_MN)
         sum_in_place(out_MN, group_name)
         if bias is not None:  # once, after the reduction
             out_MN += bias
-        return out.to(x.dtype)
+        return
     issued: list[tuple[int, int, Pending]] = []
     try:
         for start, end in plan.rows(out_MN.shape[0]):
@@ -84,15 +98,15 @@ def _run(
         for _, _, pending in issued:
             pending.drain()
         raise
-    return out.to(x.dtype)  # no view: the caller may edit it in place
 
 
 def _partial(x_MK: Tensor, weight: Tensor, out_MN: Tensor) -> None:
     """This rank's partial sums, accumulated in fp32 and rounded once to the wire's dtype."""
-    if out_MN.dtype is x_MK.dtype:
-        torch.mm(x_MK, weight.t(), out=out_MN)
-    else:
-        torch.mm(x_MK.to(out_MN.dtype), weight.t().to(out_MN.dtype), out=out_MN)
+    with instrument.computing("gemm", x_MK):
+        if out_MN.dtype is x_MK.dtype:
+            torch.mm(x_MK, weight.t(), out=out_MN)
+        else:
+            torch.mm(x_MK.to(out_MN.dtype), weight.t().to(out_MN.dtype), out=out_MN)
 
 
 def _fake(
@@ -102,6 +116,7 @@ def _fake(
     group_name: str,
     reduce_dtype: torch.dtype | None = None,
     chunks: int | None = None,
+    layer: str = "",
 ) -> Tensor:
     _check(x, weight, bias, reduce_dtype)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
@@ -115,15 +130,19 @@ class _SaveForBackward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, layer: str
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.group_name, ctx.layer = group_name, layer
         return placeholder(x, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return row_grads(ctx.needs_input_grad, dy, x, weight)
+        with instrument.operation("gemm_all_reduce.backward", ctx.layer, ctx.group_name, dy):
+            return (*row_grads(ctx.needs_input_grad, dy, x, weight), None, None)
 
 
 def placeholder(x: Tensor, weight: Tensor) -> Tensor:
@@ -136,9 +155,10 @@ def row_grads(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dweight, dbias) of a row-parallel GEMM: all local, bias gets the whole sum of dy."""
     dy_MN = rows(dy)
-    dx = dy @ weight if needed[0] else None
-    dweight = dy_MN.t() @ rows(x) if needed[1] else None
-    dbias = dy_MN.sum(0) if needed[2] else None
+    with instrument.computing("gemms", dy):
+        dx = dy @ weight if needed[0] else None
+        dweight = dy_MN.t() @ rows(x) if needed[1] else None
+        dbias = dy_MN.sum(0) if needed[2] else None
     return dx, dweight, dbias
 
 
@@ -147,12 +167,13 @@ class Communicate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, held: Tensor, *args: Any) -> Tensor:
+        ctx.count = len(args)
         return _gemm_all_reduce(*args)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return dy, None, None, None, None, None, None
+        return (dy, *([None] * ctx.count))
 
 
 def _autograd(
@@ -162,22 +183,23 @@ def _autograd(
     group_name: str,
     reduce_dtype: torch.dtype | None = None,
     chunks: int | None = None,
+    layer: str = "",
 ) -> Tensor:
     if needs_grad(x, weight, bias):
         _check(x, weight, bias, reduce_dtype)
         if not group_name:
             return gemm_act(x, weight, bias)
-        held = _SaveForBackward.apply(x, weight, bias)
+        held = _SaveForBackward.apply(x, weight, bias, group_name, layer)
         detached = (x.detach(), weight.detach(), None if bias is None else bias.detach())
-        return Communicate.apply(held, *detached, group_name, reduce_dtype, chunks)
+        return Communicate.apply(held, *detached, group_name, reduce_dtype, chunks, layer)
     with torch._C._AutoDispatchBelowAutograd():
-        return _gemm_all_reduce(x, weight, bias, group_name, reduce_dtype, chunks)
+        return _gemm_all_reduce(x, weight, bias, group_name, reduce_dtype, chunks, layer)
 
 
 _gemm_all_reduce = define(
     "gemm_all_reduce",
     "(Tensor x, Tensor weight, Tensor? bias, str group_name, ScalarType? reduce_dtype=None, "
-    "int? chunks=None) -> Tensor",
+    "int? chunks=None, str layer='') -> Tensor",
     _run,
     _fake,
     autograd=_autograd,
@@ -192,6 +214,7 @@ def gemm_all_reduce(
     *,
     reduce_dtype: torch.dtype | None = None,
     chunks: int | None = None,
+    layer: str = "",
 ) -> Tensor:
     """``all_reduce(F.linear(x, weight)) + bias`` over the group: the row-parallel linear.
 
@@ -202,6 +225,7 @@ def gemm_all_reduce(
         reduce_dtype: dtype of the partial sums on the wire; None: x's. ``torch.float32`` with
             bf16 inputs rounds once instead of once a rank (TP-33) and sends twice the bytes.
         chunks: number of row chunks; None: as :func:`plan_gemm_all_reduce` says.
+        layer: the module that is served, for errors and traces.
 
     Returns:
         [..., N] of x's dtype, contiguous, the same bits on every rank.
@@ -210,6 +234,6 @@ def gemm_all_reduce(
 
     Raises:
         ConfigError: shapes or dtypes that do not fit.
-        CommunicationError: a rank is missing or late; names group, operation and rank.
+        CommunicationError: a rank is missing or late; names layer, operation, group and rank.
     """
-    return _gemm_all_reduce(x, weight, bias, group_name, reduce_dtype, chunks)
+    return _gemm_all_reduce(x, weight, bias, group_name, reduce_dtype, chunks, layer)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tpkernels import instrument
 from tpkernels.errors import ConfigError
 from tpkernels.library import (
     check_dtypes,
@@ -82,15 +83,34 @@ def _run(
     act: str,
     group_name: str,
     reduce_dtype: torch.dtype | None = None,
+    layer: str = "",
 ) -> Tensor:
     _check(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act)
     if fused.chosen(x, (w_up, w_gate, w_down), group_name, reduce_dtype):
+        return _fused(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act, group_name, layer)
+    with instrument.operation("mlp", layer, group_name, x), instrument.computing("gemm", x):
+        if w_gate is None:
+            h = gemm_act(x, w_up, b_up, act)
+        else:
+            h = gemm_glu(x, w_gate, w_up, b_gate, b_up, act)
+    return gemm_all_reduce(h, w_down, b_down, group_name, reduce_dtype=reduce_dtype, layer=layer)
+
+
+def _fused(
+    x: Tensor,
+    w_up: Tensor,
+    b_up: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    act: str,
+    group_name: str,
+    layer: str,
+) -> Tensor:
+    with instrument.operation("mlp", layer, group_name, x) as op:
+        op.plan, op.implementation = "fused", "cpu"
         return fused.mlp_fused(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act, group_name)
-    if w_gate is None:
-        h = gemm_act(x, w_up, b_up, act)
-    else:
-        h = gemm_glu(x, w_gate, w_up, b_gate, b_up, act)
-    return gemm_all_reduce(h, w_down, b_down, group_name, reduce_dtype=reduce_dtype)
 
 
 def _fake(
@@ -104,6 +124,7 @@ def _fake(
     act: str,
     group_name: str,
     reduce_dtype: torch.dtype | None = None,
+    layer: str = "",
 ) -> Tensor:
     _check(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act)
     return x.new_empty((*x.shape[:-1], w_down.shape[0]))
@@ -136,40 +157,50 @@ class _UpAndSave(torch.autograd.Function):
         b_down: Tensor | None,
         act: str,
         group_name: str,
+        layer: str,
     ) -> tuple[Tensor, Tensor]:
-        ctx.act, ctx.group_name, ctx.gated = act, group_name, w_gate is not None
-        if w_gate is None:
-            h, pre = gemm_act_aux(x, w_up, b_up, act)
-            ctx.save_for_backward(x, w_down, h, w_up, pre)
-        else:
-            h, gate, up = gemm_glu_aux(x, w_gate, w_up, b_gate, b_up, act)
-            ctx.save_for_backward(x, w_down, h, w_up, up, w_gate, gate)
+        ctx.act, ctx.group_name, ctx.layer = act, group_name, layer
+        ctx.gated = w_gate is not None
+        with instrument.operation("mlp", layer, group_name, x), instrument.computing("gemm", x):
+            if w_gate is None:
+                h, pre = gemm_act_aux(x, w_up, b_up, act)
+                ctx.save_for_backward(x, w_down, h, w_up, pre)
+            else:
+                h, gate, up = gemm_glu_aux(x, w_gate, w_up, b_gate, b_up, act)
+                ctx.save_for_backward(x, w_down, h, w_up, up, w_gate, gate)
         ctx.mark_non_differentiable(h)
         return placeholder(h, w_down), h
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
+        with instrument.operation("mlp.backward", ctx.layer, ctx.group_name, dy):
+            return _UpAndSave._gradients(ctx, dy)
+
+    @staticmethod
+    def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, w_down, h, w_up, *rest = ctx.saved_tensors
         need = ctx.needs_input_grad
         _, dw_down, db_down = row_grads((False, need[5], need[6]), dy, h, w_down)
-        if ctx.gated:
-            up, w_gate, gate = rest
-            d_gate, d_up = gemm_dglu(dy, w_down, gate, up, ctx.act)
-            dpres, weights = [d_up, d_gate], [w_up, w_gate]
-        else:
-            d_up, db_up = _gradient_at_up(dy, w_down, rest[0], ctx.act, need[2])
-            dpres, weights = [d_up], [w_up]
+        with instrument.computing("gemm", dy):
+            if ctx.gated:
+                up, w_gate, gate = rest
+                d_gate, d_up = gemm_dglu(dy, w_down, gate, up, ctx.act)
+                dpres, weights = [d_up, d_gate], [w_up, w_gate]
+            else:
+                d_up, db_up = _gradient_at_up(dy, w_down, rest[0], ctx.act, need[2])
+                dpres, weights = [d_up], [w_up]
+        need_dw = [need[1], need[3]][: len(weights)]
         dx, dws = column_backward(
-            dpres, x, weights, ctx.group_name, need[0], [need[1], need[3]][: len(weights)]
+            dpres, x, weights, ctx.group_name, need[0], need_dw, layer=ctx.layer
         )
         if not ctx.gated:
-            return dx, dws[0], db_up, None, None, dw_down, db_down, None, None
+            return dx, dws[0], db_up, None, None, dw_down, db_down, None, None, None
         db_up, db_gate = (
             rows(dpre).sum(0) if needed else None
             for dpre, needed in zip(dpres, (need[2], need[4]), strict=True)
         )
-        return dx, dws[0], db_up, dws[1], db_gate, dw_down, db_down, None, None
+        return dx, dws[0], db_up, dws[1], db_gate, dw_down, db_down, None, None, None
 
 
 def _autograd(
@@ -183,23 +214,25 @@ def _autograd(
     act: str,
     group_name: str,
     reduce_dtype: torch.dtype | None = None,
+    layer: str = "",
 ) -> Tensor:
     tensors = (x, w_up, b_up, w_gate, b_gate, w_down, b_down)
     if needs_grad(*tensors):
         _check(*tensors, act)
-        held, h = _UpAndSave.apply(*tensors, act, group_name)
+        held, h = _UpAndSave.apply(*tensors, act, group_name, layer)
         bias = None if b_down is None else b_down.detach()
         return Communicate.apply(
-            held, h.detach(), w_down.detach(), bias, group_name, reduce_dtype, None
+            held, h.detach(), w_down.detach(), bias, group_name, reduce_dtype, None, layer
         )
     with torch._C._AutoDispatchBelowAutograd():
-        return _mlp(*tensors, act, group_name, reduce_dtype)
+        return _mlp(*tensors, act, group_name, reduce_dtype, layer)
 
 
 _mlp = define(
     "mlp",
     "(Tensor x, Tensor w_up, Tensor? b_up, Tensor? w_gate, Tensor? b_gate, Tensor w_down, "
-    "Tensor? b_down, str act, str group_name, ScalarType? reduce_dtype=None) -> Tensor",
+    "Tensor? b_down, str act, str group_name, ScalarType? reduce_dtype=None, str layer='')"
+    " -> Tensor",
     _run,
     _fake,
     autograd=_autograd,
@@ -218,6 +251,7 @@ def mlp(
     w_gate: Tensor | None = None,
     b_gate: Tensor | None = None,
     reduce_dtype: torch.dtype | None = None,
+    layer: str = "",
 ) -> Tensor:
     """The tensor-parallel MLP: one all-reduce forward, one backward.
 
@@ -226,14 +260,14 @@ def mlp(
         w_up, w_gate: [F_r, K]; b_up, b_gate: [F_r] or None. ``w_gate`` makes it gated:
             ``act(gate) * up``.
         w_down: [N, F_r]; b_down: [N] or None, the same on all ranks, added once.
-        act, group_name, reduce_dtype: as in ``gemm_act`` and ``gemm_all_reduce``.
+        act, group_name, reduce_dtype, layer: as in ``gemm_act`` and ``gemm_all_reduce``.
 
     Returns:
         [..., N], the same on all ranks. Differentiable once.
     """
     if _nothing_between(x) and fused.chosen(x, (w_up, w_gate, w_down), group_name, reduce_dtype):
-        return fused.mlp_fused(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act, group_name)
-    return _mlp(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act, group_name, reduce_dtype)
+        return _fused(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act, group_name, layer)
+    return _mlp(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act, group_name, reduce_dtype, layer)
 
 
 def _nothing_between(x: Tensor) -> bool:

@@ -1,0 +1,144 @@
+"""What ops of ours tell whoever records them: computing, communicating, waiting, and for whom.
+
+    with operation("gemm_all_reduce", layer, group_name, x) as op:
+        op.plan = plan
+        with computing("gemm", x): ...                       compute  [gemm 0][gemm 1]
+        sent = communication("all_reduce", group_name, out)  comm             [all_reduce 0 ]
+        with waiting("all_reduce", out): work.wait()         exposed                  [wait ]
+        arrived(sent)
+
+Nothing is recorded until :func:`record_to` was given a recorder (``tpkernels.trace``): until then
+each of these is a test of one variable. An operation does one thing more, always: an error of
+communication that leaves it says which layer and which operation it was.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tpkernels.errors import CommunicationError
+
+
+class Recorder(Protocol):
+    """What records. ``kind``: operation, compute, communication or exposed.
+
+    ``tensor`` says on which device: on CUDA an interval is one of the current stream's.
+    """
+
+    def begin(self, kind: str, name: str, tensor: Tensor, details: dict[str, Any]) -> Any:
+        """An interval begins now, within those that this thread has open; a token for its end."""
+
+    def end(self, token: Any, details: dict[str, Any]) -> None:
+        """It ends now, in any thread."""
+
+
+_recorder: Recorder | None = None
+
+
+def record_to(recorder: Recorder | None) -> None:
+    """From now on tell ``recorder``; None: nobody."""
+    global _recorder
+    _recorder = recorder
+
+
+def recording() -> bool:
+    """Whether somebody records: for what is worth knowing only then."""
+    return _recorder is not None
+
+
+class operation:
+    """One op of ours, forward or backward: what is inside belongs to it.
+
+    Args:
+        name: of the op; of its gradient, ``<op>.backward``.
+        layer: the module it serves, by its path in the model; ``""``: not known.
+        group_name: whose ranks communicate.
+        tensor: one of its inputs.
+
+    ``plan`` and ``implementation`` may be set inside; they are recorded when it ends.
+    """
+
+    __slots__ = ("_token", "group_name", "implementation", "layer", "name", "plan", "tensor")
+
+    def __init__(self, name: str, layer: str, group_name: str, tensor: Tensor) -> None:
+        self.name, self.layer, self.group_name, self.tensor = name, layer, group_name, tensor
+        self.plan: Any = None
+        self.implementation: str | None = None
+        self._token: Any = None
+
+    def __enter__(self) -> Self:
+        if _recorder is not None:
+            details = {"layer": self.layer, "group": self.group_name}
+            self._token = _recorder.begin("operation", self.name, self.tensor, details)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._token is not None and _recorder is not None:
+            plan = None if self.plan is None else str(self.plan)
+            details = {"plan": plan, "implementation": self.implementation}
+            if error is not None:
+                details["error"] = type(error).__name__
+            _recorder.end(self._token, details)
+        unnamed = isinstance(error, (CommunicationError, dist.DistBackendError))
+        if unnamed and not getattr(error, "_tpkernels_named", False):
+            where = f"layer {self.layer}, {self.name}" if self.layer else self.name
+            named = CommunicationError(f"{where}: {error}")
+            named._tpkernels_named = True  # type: ignore[attr-defined]
+            raise named from error
+
+
+class _Interval:
+    __slots__ = ("_begun", "_recorder")
+
+    def __init__(self, recorder: Recorder, kind: str, name: str, tensor: Tensor) -> None:
+        self._recorder, self._begun = recorder, (kind, name, tensor)
+
+    def __enter__(self) -> None:
+        self._begun = self._recorder.begin(*self._begun, {})
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._recorder.end(self._begun, {})
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def computing(name: str, tensor: Tensor) -> AbstractContextManager[None]:
+    """An interval in which this rank computes for the operation that is open."""
+    return _NOTHING if _recorder is None else _Interval(_recorder, "compute", name, tensor)
+
+
+def waiting(name: str, tensor: Tensor) -> AbstractContextManager[None]:
+    """An interval in which this rank waits for communication and computes nothing."""
+    return _NOTHING if _recorder is None else _Interval(_recorder, "exposed", name, tensor)
+
+
+def communication(name: str, group_name: str, tensor: Tensor, sent_bytes: int = -1) -> Any:
+    """A collective or exchange is started; hand the result to :func:`arrived`.
+
+    ``sent_bytes``: what this rank sends; -1: not known, ``tensor``'s whole size is noted.
+    """
+    if _recorder is None:
+        return None
+    details = {
+        "group": group_name,
+        "bytes": tensor.numel() * tensor.element_size(),
+        "sent_bytes": sent_bytes,
+    }
+    return _recorder.begin("communication", name, tensor, details)
+
+
+def arrived(token: Any) -> None:
+    """What :func:`communication` gave has been completed."""
+    if token is not None and _recorder is not None:
+        _recorder.end(token, {})
