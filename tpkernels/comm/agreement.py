@@ -4,13 +4,14 @@ Ranks of one tensor-parallel group must be fed the same inputs and hold the same
 weights. When they do not, every number downstream is wrong and nothing else would say so; with
 different shapes the next collective hangs. So each rank's values are reduced to a short
 fingerprint, the fingerprints are gathered (one small collective), and a difference raises on
-every rank. So does a difference in ``TPKERNELS_OVERLAP``, which says what collectives there are.
+every rank. So does a difference in ``TPKERNELS_OVERLAP`` or in the measured tables, which say what
+collectives there are.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from tpkernels.errors import AgreementError, ConfigError
 CHECKED_CALLS = 2  # how many calls "first" covers: the first, and one with warm state
 _BLOCK = 1024  # words summed together; their sums are weighted by place, along both sides
 _WEIGHTS = 1021  # a prime period of the weights, so that equal blocks do not line up
+_tables: Callable[[], int] | None = None  # a number that differs where measured tables do
 _OVERLAPS = ("auto", *envs.OVERLAP_STRATEGIES)  # sent as positions
 _NOT_COMPARED, _UNKNOWN = -1, -2
 _FIELDS = ("number of dimensions", "shape", "dtype", "values")
@@ -43,12 +45,20 @@ def check_agreement(values: Mapping[str, Tensor | None], group: GroupLike, what:
         _compare(values, group, what, _NOT_COMPARED)
 
 
+def compare_tables_by(digest: Callable[[], int]) -> None:
+    """``digest`` of the measured tables that collectives depend on, to be compared with inputs."""
+    global _tables
+    _tables = digest
+
+
 def _compare(values: Mapping[str, Tensor | None], group: Group, what: str, overlap: int) -> None:
-    """Compare ``values`` and, before them, the position of the overlap setting."""
-    count = torch.tensor([len(values), overlap, 0, 0], dtype=torch.int64)
+    """Compare ``values`` and, before them, the position of the overlap setting, and the tables."""
+    digest = 0 if _tables is None or overlap == _NOT_COMPARED else _tables()
+    count = torch.tensor([len(values), overlap, digest, 0], dtype=torch.int64)
     device = control_device(group)
     counts = all_gather_bytes(count.to(device), group.name).cpu()  # [R, 4]
     _check_overlap(counts[:, 1].tolist(), group, what)
+    _check_tables(counts[:, 2].tolist(), group, what)
     if not bool((counts[:, 0] == len(values)).all()):
         raise AgreementError(
             f"{what}: the ranks of {group!r} name different numbers of tensors: "
@@ -83,6 +93,15 @@ def _check_overlap(positions: list[int], group: Group, what: str) -> None:
         f"collectives: {', '.join(names)} by rank of the group (this is rank {group.rank}: "
         f"{names[group.rank]}). Fix: export the same TPKERNELS_OVERLAP on every rank, or on none"
     )
+
+
+def _check_tables(digests: list[int], group: Group, what: str) -> None:
+    if len(set(digests)) > 1:
+        raise AgreementError(
+            f"{what}: the overlap tables of the ranks of {group!r} differ, and with them their "
+            f"collectives: digests {digests} by rank of the group (this is rank {group.rank}). "
+            f"Fix: give every rank the same {envs.cache() / 'overlap'}, or none"
+        )
 
 
 def _asked_overlap() -> int:

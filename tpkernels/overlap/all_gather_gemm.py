@@ -11,6 +11,7 @@ Backward re-gathers x beside the dX GEMMs, and reduce-scatters dX beside the dW 
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,7 +22,17 @@ from tpkernels import instrument
 from tpkernels.comm.collectives import all_gather, reduce_scatter
 from tpkernels.errors import ConfigError
 from tpkernels.library import check_gemm, define, needs_grad, rows
-from tpkernels.ops.gemm_act import act_grad, gemm_act, gemm_act_aux
+from tpkernels.ops.gemm_act import act_grad
+from tpkernels.overlap.blocks import Cut, spread, together
+from tpkernels.overlap.gathering import Gathering
+from tpkernels.overlap.gemm_parts import (
+    linear_act,
+    linear_act_into,
+    partial_rows,
+    weight_gradient,
+)
+from tpkernels.overlap.plan import OverlapPlan, plan_sequence
+from tpkernels.overlap.scattering import Scattering
 from tpkernels.overlap.sequence_parts import part_sizes, with_size
 from tpkernels.reference.activation import check_activation
 
@@ -58,6 +69,16 @@ def _checked(
     return held
 
 
+def _plan(x: Tensor, held: list[int], dim: int, group_name: str, chunks: int | None) -> OverlapPlan:
+    """How x [..., s_r, ..., K] is gathered; along the features, whole."""
+    width = max(1, x.shape[-1])
+    if group_name and dim % x.dim() == x.dim() - 1:
+        return OverlapPlan("off", 1, "features are gathered whole")
+    lead = x.numel() // (x.shape[dim] * width) if x.numel() else 1
+    row_bytes = width * x.element_size()
+    return plan_sequence(sum(held) * lead, row_bytes, group_name, x.device, chunks)
+
+
 def _run(
     x: Tensor,
     weights: list[Tensor],
@@ -71,13 +92,52 @@ def _run(
     layer: str,
 ) -> list[Tensor]:
     held = _checked(x, weights, biases, act, group_name, dim, sizes)
-    with instrument.operation(_NAME, layer, group_name, x):
-        gathered = all_gather(x, held, dim, group_name)
-        pairs = list(zip(weights, biases, strict=True))
-        if not aux:
-            return [gathered, *(gemm_act(gathered, w, b, act) for w, b in pairs)]
-        outputs = [gemm_act_aux(gathered, w, b, act) for w, b in pairs]
-        return [gathered, *(y for y, _ in outputs), *(pre for _, pre in outputs)]
+    pairs = list(zip(weights, biases, strict=True))
+    with instrument.operation(_NAME, layer, group_name, x) as op:
+        op.plan = plan = _plan(x, held, dim, group_name, chunks)
+        if plan.strategy == "off":
+            gathered = all_gather(x, held, dim, group_name)
+            with instrument.computing("gemm", x):
+                results = [list(linear_act(gathered, w, b, act, aux)) for w, b in pairs]
+        else:
+            gathering = Gathering(x, dim, held, group_name, plan.chunks, _NAME)
+            gathered = gathering.whole
+            results = _empty_results(gathered, weights, aux)
+            with gathering:
+                for cut in gathering.cuts():
+                    with instrument.computing("gemm", x):
+                        _fill(gathering, cut, pairs, act, results)
+    return [gathered, *(r[0] for r in results), *(r[1] for r in results if aux)]
+
+
+def _empty_results(gathered: Tensor, weights: list[Tensor], aux: bool) -> list[list[Tensor]]:
+    """For each weight the output [..., S, ..., N], and where ``aux`` the pre-activation."""
+    return [
+        [gathered.new_empty((*gathered.shape[:-1], w.shape[0])) for _ in range(1 + aux)]
+        for w in weights
+    ]
+
+
+def _fill(
+    gathering: Gathering,
+    cut: Cut,
+    pairs: list[tuple[Tensor, Tensor | None]],
+    act: str,
+    results: list[list[Tensor]],
+) -> None:
+    """The rows of ``cut`` in every result."""
+    inputs = gathering.blocks.views(gathering.whole, cut)
+    merged = together(inputs)
+    for (weight, bias), result in zip(pairs, results, strict=True):
+        places = [gathering.blocks.views(each, cut) for each in result]
+        if len(merged) == len(inputs):
+            for x_rows, *outs in zip(inputs, *places, strict=True):
+                linear_act_into(x_rows, weight, bias, act, outs)
+            continue
+        for computed, views in zip(
+            linear_act(merged[0], weight, bias, act, len(places) > 1), places, strict=True
+        ):
+            spread(computed, views)
 
 
 def _fake(
@@ -115,18 +175,92 @@ def _backward_run(
     layer: str,
 ) -> list[Tensor]:
     held = part_sizes(_NAME, x, dim, sizes, group_name)
-    with instrument.operation(f"{_NAME}.backward", layer, group_name, x):
-        gathered = all_gather(x, held, dim, group_name) if any(need_dw) else x
-        dx = x.new_empty(0)
+    with instrument.operation(f"{_NAME}.backward", layer, group_name, x) as op:
+        op.plan = plan = _plan(x, held, dim, group_name, chunks)
+        dx, dws = x.new_empty(0), [x.new_empty(0) for _ in need_dw]
+        if plan.strategy == "off":
+            if need_dx:
+                with instrument.computing("dx", x):
+                    partial = _partial_dx(grads, d_gathered, weights)
+                dx = reduce_scatter(partial, held, dim, group_name)
+            if any(need_dw):
+                gathered = rows(all_gather(x, held, dim, group_name))
+                with instrument.computing("dw", x):
+                    dws = [
+                        torch.mm(rows(grad).t(), gathered) if needed else dw
+                        for grad, dw, needed in zip(grads, dws, need_dw, strict=True)
+                    ]
+            return [dx, *dws]
+        return _overlapped_backward(
+            grads, d_gathered, x, weights, group_name, dim, held, need_dx, need_dw, plan.chunks
+        )
+
+
+def _partial_dx(grads: list[Tensor], d_gathered: Tensor | None, weights: list[Tensor]) -> Tensor:
+    """[..., S, ..., K]: this rank's part of the gradient of the gathered x."""
+    if d_gathered is not None:
+        out = torch.empty_like(d_gathered, memory_format=torch.contiguous_format)
+    else:
+        out = grads[0].new_empty((*grads[0].shape[:-1], weights[0].shape[1]))
+    partial_rows(rows(out), [rows(grad) for grad in grads], weights, d_gathered)
+    return out
+
+
+def _overlapped_backward(
+    grads: list[Tensor],
+    d_gathered: Tensor | None,
+    x: Tensor,
+    weights: list[Tensor],
+    group_name: str,
+    dim: int,
+    held: list[int],
+    need_dx: bool,
+    need_dw: list[bool],
+    chunks: int,
+) -> list[Tensor]:
+    """x is re-gathered while dX is computed; dX is scattered while dW is."""
+    name = f"{_NAME}.backward"
+    grads = [grad.contiguous() for grad in grads]
+    d_gathered = None if d_gathered is None else d_gathered.contiguous()
+    shape = with_size(x, dim, sum(held))
+    dx, dws = x.new_empty(0), [x.new_empty(0) for _ in need_dw]
+    with ExitStack() as stack:
+        gathering = scattering = None
+        if any(need_dw):
+            gathering = stack.enter_context(Gathering(x, dim, held, group_name, chunks, name))
         if need_dx:
-            parts = [grad @ weight for grad, weight in zip(grads, weights, strict=True)]
-            partial = torch.stack([*parts, *([] if d_gathered is None else [d_gathered])]).sum(0)
-            dx = reduce_scatter(partial, held, dim, group_name)
-        dws = [
-            torch.mm(rows(grad).t(), rows(gathered)) if needed else x.new_empty(0)
-            for grad, needed in zip(grads, need_dw, strict=True)
-        ]
+            scattering = Scattering(shape, dim, held, x, group_name, chunks, name)
+            stack.enter_context(scattering)
+            for cut, place in scattering.cuts():
+                with instrument.computing("dx", x):
+                    _fill_dx(scattering, cut, place, grads, d_gathered, weights)
+        if gathering is not None:
+            gathered = rows(gathering.wait_received())
+            for index, (grad, needed) in enumerate(zip(grads, need_dw, strict=True)):
+                if needed:
+                    dws[index] = weight_gradient(rows(grad), gathered, chunks, scattering)
+        if scattering is not None:
+            dx = scattering.finish(torch.empty_like(x, memory_format=torch.contiguous_format))
     return [dx, *dws]
+
+
+def _fill_dx(
+    scattering: Scattering,
+    cut: Cut,
+    place: Tensor,
+    grads: list[Tensor],
+    d_gathered: Tensor | None,
+    weights: list[Tensor],
+) -> None:
+    """The partial sums of ``cut`` in ``place`` [size, K]."""
+    sources = [*grads, *([] if d_gathered is None else [d_gathered])]
+    views = [together(scattering.blocks.views(each, cut)) for each in sources]
+    start = 0
+    for pieces in zip(*views, strict=True):
+        end = start + pieces[0].shape[0]
+        extra = None if d_gathered is None else pieces[-1]
+        partial_rows(place[start:end], list(pieces[: len(grads)]), weights, extra)
+        start = end
 
 
 def _backward_fake(

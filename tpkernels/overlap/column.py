@@ -18,10 +18,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tpkernels import instrument
-from tpkernels.comm.collectives import all_reduce_async
+from tpkernels.comm.direct import sum_in_place
+from tpkernels.comm.row_sums import row_sums
 from tpkernels.errors import ConfigError
 from tpkernels.library import check_gemm, define, needs_grad, rows
 from tpkernels.ops.gemm_act import act_grad, gemm_act, gemm_act_aux
+from tpkernels.overlap.gemm_parts import Moving, partial_rows, weight_gradient
+from tpkernels.overlap.plan import plan_column_backward
 from tpkernels.reference.activation import check_activation
 
 # --- column_backward ------------------------------------------------------------------------
@@ -34,38 +37,44 @@ def _backward_run(
     group_name: str,
     need_dx: bool,
     need_dw: list[bool],
-    layer: str = "",
+    beside_grads: list[Tensor],
+    beside_inputs: list[Tensor],
+    layer: str,
 ) -> list[Tensor]:
-    with instrument.operation("column_backward", layer, group_name, x):
-        return _gradients([rows(grad) for grad in grads], x, weights, group_name, need_dx, need_dw)
+    grads_MN, x_MK = [rows(grad) for grad in grads], rows(x)
+    pairs = [
+        *((grad, x_MK) if need else None for grad, need in zip(grads_MN, need_dw, strict=True)),
+        *((rows(g), rows(i)) for g, i in zip(beside_grads, beside_inputs, strict=True)),
+    ]
+    row_bytes = x.shape[-1] * x.element_size()
+    with instrument.operation("column_backward", layer, group_name, x) as op:
+        if not need_dx:
+            return [x.new_empty(0), *_weight_gradients(pairs, x, 1, None)]
+        op.plan = plan = plan_column_backward(x_MK.shape[0], row_bytes, group_name, x.device)
+        dx = x.new_empty(x.shape)
+        dx_MK = rows(dx)
+        if plan.strategy == "off" or not dx.numel():
+            with instrument.computing("dx", x):
+                partial_rows(dx_MK, grads_MN, weights)
+            sum_in_place(dx_MK, group_name)
+            return [dx, *_weight_gradients(pairs, x, 1, None)]
+        with row_sums(dx_MK, group_name) as sums:
+            for start, end in plan.rows(dx_MK.shape[0]):
+                with instrument.computing("dx", x):
+                    partial_rows(dx_MK[start:end], [g[start:end] for g in grads_MN], weights)
+                sums.push(start, end)
+            dws = _weight_gradients(pairs, x, plan.chunks, sums)
+        return [dx, *dws]
 
 
-def _gradients(
-    grads_MN: list[Tensor],
-    x: Tensor,
-    weights: list[Tensor],
-    group_name: str,
-    need_dx: bool,
-    need_dw: list[bool],
+def _weight_gradients(
+    pairs: list[tuple[Tensor, Tensor] | None], like: Tensor, chunks: int, moving: Moving | None
 ) -> list[Tensor]:
-    x_MK = rows(x)
-    dx, pending = x.new_empty(0), None
-    if need_dx:
-        with instrument.computing("dx", x):
-            dx = torch.mm(grads_MN[0], weights[0])
-            for grad_MN, weight in zip(grads_MN[1:], weights[1:], strict=True):
-                dx.addmm_(grad_MN, weight)
-        pending = all_reduce_async(dx, group_name)
-    try:
-        with instrument.computing("dw", x):
-            dws = [
-                torch.mm(grad_MN.t(), x_MK) if needed else x.new_empty(0)
-                for grad_MN, needed in zip(grads_MN, need_dw, strict=True)
-            ]
-    finally:
-        if pending is not None:
-            pending.wait()
-    return [dx.view(x.shape) if need_dx else dx, *dws]
+    """``grad.t() @ input`` of each pair; nothing of None."""
+    return [
+        like.new_empty(0) if pair is None else weight_gradient(*pair, chunks, moving)
+        for pair in pairs
+    ]
 
 
 def _backward_fake(
@@ -75,7 +84,9 @@ def _backward_fake(
     group_name: str,
     need_dx: bool,
     need_dw: list[bool],
-    layer: str = "",
+    beside_grads: list[Tensor],
+    beside_inputs: list[Tensor],
+    layer: str,
 ) -> list[Tensor]:
     contiguous = torch.contiguous_format
     dx = torch.empty_like(x, memory_format=contiguous) if need_dx else x.new_empty(0)
@@ -85,14 +96,17 @@ def _backward_fake(
             torch.empty_like(weight, memory_format=contiguous) if needed else x.new_empty(0)
             for weight, needed in zip(weights, need_dw, strict=True)
         ),
+        *(
+            grad.new_empty((grad.shape[-1], given.shape[-1]))
+            for grad, given in zip(beside_grads, beside_inputs, strict=True)
+        ),
     ]
 
 
 _column_backward = define(
     "column_backward",
     "(Tensor[] grads, Tensor x, Tensor[] weights, str group_name, bool need_dx, "
-    "bool[] need_dw, "
-    "str layer='') -> Tensor[]",
+    "bool[] need_dw, Tensor[] beside_grads, Tensor[] beside_inputs, str layer) -> Tensor[]",
     _backward_run,
     _backward_fake,
     autocast=False,
@@ -106,19 +120,34 @@ def column_backward(
     group_name: str,
     need_dx: bool = True,
     need_dw: list[bool] | None = None,
+    *,
+    beside: list[tuple[Tensor, Tensor]] | None = None,
     layer: str = "",
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """(dX, [dW_i]) of ``[F.linear(x, w) for w in weights]`` with dX summed over the group.
 
     grads_i [..., N_i], x [..., K], weights_i [N_i, K] -> dX [..., K], dW_i [N_i, K]. The
     all-reduce of dX runs beside the dW GEMMs. What is not needed is None.
-    ``layer``: the module that is served, for errors and traces.
+    ``beside``: more weight gradients to compute meanwhile, of pairs grad [..., N], input [..., F]:
+    [N, F] each, after the dW_i. ``layer``: the module that is served, for errors and traces.
     """
     needed = [True] * len(weights) if need_dw is None else need_dw
-    dx, *dws = _column_backward(grads, x, weights, group_name, need_dx, needed, layer)
+    more = beside or []
+    dx, *dws = _column_backward(
+        grads,
+        x,
+        weights,
+        group_name,
+        need_dx,
+        needed,
+        [g for g, _ in more],
+        [i for _, i in more],
+        layer,
+    )
+    wanted = [*needed, *([True] * len(more))]
     return (
         dx if need_dx else None,
-        [dw if need else None for dw, need in zip(dws, needed, strict=True)],
+        [dw if want else None for dw, want in zip(dws, wanted, strict=True)],
     )
 
 
@@ -209,7 +238,7 @@ class _Column(torch.autograd.Function):
             ctx.group_name,
             ctx.needs_input_grad[0],
             [need_w[i] for i in used],
-            ctx.layer,
+            layer=ctx.layer,
         )
         for i, dw, dpre in zip(used, dw_used, dpres, strict=True):
             dws[i] = dw

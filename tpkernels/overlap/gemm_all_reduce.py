@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tpkernels import instrument
-from tpkernels.comm.collectives import Pending, all_reduce_async
 from tpkernels.comm.direct import sum_in_place
+from tpkernels.comm.row_sums import row_sums
 from tpkernels.errors import ConfigError
 from tpkernels.library import DTYPES, check_gemm, define, needs_grad, rows
 from tpkernels.ops.gemm_act import gemm_act
@@ -57,6 +57,7 @@ def _run(
             wire_dtype.itemsize,
             group_name,
             chunks,
+            device=x.device,
             fused=fused.refusal(x, [weight], group_name, reduce_dtype),
             fused_rows=fused.most_rows(x.dtype),
         )
@@ -84,20 +85,13 @@ def _fill(
         if bias is not None:  # once, after the reduction
             out_MN += bias
         return
-    issued: list[tuple[int, int, Pending]] = []
-    try:
-        for start, end in plan.rows(out_MN.shape[0]):
+    bounds = plan.rows(out_MN.shape[0])
+    with row_sums(out_MN, group_name) as sums:
+        for start, end in bounds:
             _partial(x_MK[start:end], weight, out_MN[start:end])
-            # RAW: the collective reads these rows; it is ordered after the GEMM on the stream.
-            issued.append((start, end, all_reduce_async(out_MN[start:end], group_name)))
-        for start, end, pending in issued:
-            pending.wait()
-            if bias is not None:  # once, after the reduction
-                out_MN[start:end] += bias
-    except BaseException:  # an exception between two chunks leaves no collective pending
-        for _, _, pending in issued:
-            pending.drain()
-        raise
+            sums.push(start, end)
+    if bias is not None:  # once, after the reduction
+        out_MN += bias
 
 
 def _partial(x_MK: Tensor, weight: Tensor, out_MN: Tensor) -> None:

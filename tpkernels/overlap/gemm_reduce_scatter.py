@@ -21,6 +21,10 @@ from tpkernels import instrument
 from tpkernels.comm.collectives import all_gather, reduce_scatter
 from tpkernels.errors import ConfigError
 from tpkernels.library import DTYPES, check_gemm, define, needs_grad, rows
+from tpkernels.overlap.blocks import Cut, spread, together
+from tpkernels.overlap.gathering import Gathering
+from tpkernels.overlap.plan import OverlapPlan, plan_sequence
+from tpkernels.overlap.scattering import Scattering
 from tpkernels.overlap.sequence_parts import place_in, whole_sizes, with_size
 
 _NAME = "gemm_reduce_scatter"
@@ -62,15 +66,63 @@ def _run(
     layer: str,
 ) -> Tensor:
     held = _checked(x, weight, bias, group_name, dim, sizes, reduce_dtype)
-    rank = place_in(group_name)[1]
-    with instrument.operation(_NAME, layer, group_name, x):
-        wire = reduce_dtype or x.dtype
+    own = held[place_in(group_name)[1]]
+    dtype, wire = x.dtype, reduce_dtype or x.dtype
+    shape = [*x.shape[:-1], weight.shape[0]]
+    with instrument.operation(_NAME, layer, group_name, x) as op:
+        op.plan = plan = _plan(x, weight.shape[0], dim, wire, group_name, chunks)
+        if plan.strategy == "off":
+            return _one_after_the_other(x, weight, bias, group_name, dim, held, wire)
+        x = x.to(wire).contiguous()
+        weight = weight.to(wire)
+        scattering = Scattering(shape, dim, held, x, group_name, plan.chunks, _NAME)
+        with scattering:
+            for cut, place in scattering.cuts():
+                with instrument.computing("gemm", x):
+                    _fill(scattering, cut, place, x, weight)
+            whole = x.new_empty(shape, device="meta")
+            out = x.new_empty(with_size(whole, dim, own))
+            return scattering.finish(out, bias).to(dtype)
+
+
+def _plan(
+    x: Tensor,
+    columns: int,
+    dim: int,
+    wire: torch.dtype,
+    group_name: str,
+    chunks: int | None,
+) -> OverlapPlan:
+    if group_name and _is_last(x, dim):
+        return OverlapPlan("off", 1, "features are scattered whole")
+    row_bytes = columns * wire.itemsize
+    return plan_sequence(rows(x).shape[0], row_bytes, group_name, x.device, chunks)
+
+
+def _one_after_the_other(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group_name: str,
+    dim: int,
+    held: list[int],
+    wire: torch.dtype,
+) -> Tensor:
+    with instrument.computing("gemm", x):
         partial = x.to(wire) @ weight.t().to(wire)
-        out = reduce_scatter(partial, held, dim, group_name)
-        if bias is not None:  # once, after the reduction
-            own = bias.split(held)[rank] if _is_last(x, dim) else bias
-            out = out + own
-        return out.to(x.dtype)
+    out = reduce_scatter(partial, held, dim, group_name)
+    if bias is not None:  # once, after the reduction
+        out += bias.split(held)[place_in(group_name)[1]] if _is_last(x, dim) else bias
+    return out.to(x.dtype)
+
+
+def _fill(scattering: Scattering, cut: Cut, place: Tensor, x: Tensor, weight: Tensor) -> None:
+    """The partial sums of ``cut`` in ``place`` [size, N]."""
+    start = 0
+    for x_rows in together(scattering.blocks.views(x, cut)):
+        end = start + x_rows.shape[0]
+        torch.mm(x_rows, weight.t(), out=place[start:end])
+        start = end
 
 
 def _fake(
@@ -104,12 +156,36 @@ def _backward_run(
     layer: str,
 ) -> list[Tensor]:
     empty = x.new_empty(0)
-    with instrument.operation(f"{_NAME}.backward", layer, group_name, x):
-        whole = all_gather(dy, sizes, dim, group_name)
-        dx = whole @ weight if needed[0] else empty
-        dweight = rows(whole).t() @ rows(x) if needed[1] else empty
-        dbias = rows(whole).sum(0) if needed[2] else empty
+    name = f"{_NAME}.backward"
+    with instrument.operation(name, layer, group_name, x) as op:
+        op.plan = plan = _plan(x, weight.shape[0], dim, dy.dtype, group_name, chunks)
+        if plan.strategy != "chunked":
+            whole = all_gather(dy, sizes, dim, group_name)
+            with instrument.computing("dx", x):
+                dx = whole @ weight if needed[0] else empty
+        else:
+            gathering = Gathering(dy, dim, sizes, group_name, plan.chunks, name)
+            whole, dx = gathering.whole, x.new_empty(x.shape) if needed[0] else empty
+            with gathering:
+                for cut in gathering.cuts() if needed[0] else ():
+                    with instrument.computing("dx", x):
+                        _fill_dx(gathering, cut, weight, dx)
+        with instrument.computing("dw", x):
+            dweight = rows(whole).t() @ rows(x) if needed[1] else empty
+            dbias = rows(whole).sum(0) if needed[2] else empty
     return [dx, dweight, dbias]
+
+
+def _fill_dx(gathering: Gathering, cut: Cut, weight: Tensor, dx: Tensor) -> None:
+    """The rows of ``cut`` in dX."""
+    inputs = gathering.blocks.views(gathering.whole, cut)
+    places = gathering.blocks.views(dx, cut)
+    merged = together(inputs)
+    if len(merged) == len(inputs):
+        for dy_rows, place in zip(inputs, places, strict=True):
+            torch.mm(dy_rows, weight, out=place)
+    else:
+        spread(merged[0] @ weight, places)
 
 
 def _backward_fake(

@@ -7,7 +7,7 @@ Equivalent to (R ranks, column-split up and gate, row-split down):
     y = all_reduce(F.linear(h, w_down)) + b_down
 
 Backward: ``gemm_dact_dbias`` (or ``gemm_dglu``) gives the gradient at the first GEMM in one op, and
-dX's all-reduce runs beside the dW GEMMs.
+dX's all-reduce runs beside all dW GEMMs, the down projection's too.
 """
 
 # M tokens, K d_model, F_r this rank's part of d_ff
@@ -38,7 +38,6 @@ from tpkernels.overlap.gemm_all_reduce import (
     Communicate,
     gemm_all_reduce,
     placeholder,
-    row_grads,
 )
 from tpkernels.reference.activation import check_activation
 
@@ -181,7 +180,7 @@ class _UpAndSave(torch.autograd.Function):
     def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, w_down, h, w_up, *rest = ctx.saved_tensors
         need = ctx.needs_input_grad
-        _, dw_down, db_down = row_grads((False, need[5], need[6]), dy, h, w_down)
+        db_down = rows(dy).sum(0) if need[6] else None
         with instrument.computing("gemm", dy):
             if ctx.gated:
                 up, w_gate, gate = rest
@@ -190,10 +189,18 @@ class _UpAndSave(torch.autograd.Function):
             else:
                 d_up, db_up = _gradient_at_up(dy, w_down, rest[0], ctx.act, need[2])
                 dpres, weights = [d_up], [w_up]
-        need_dw = [need[1], need[3]][: len(weights)]
+        # The down weight's gradient needs nothing that is on the wire: more to compute beside it.
         dx, dws = column_backward(
-            dpres, x, weights, ctx.group_name, need[0], need_dw, layer=ctx.layer
+            dpres,
+            x,
+            weights,
+            ctx.group_name,
+            need[0],
+            [need[1], need[3]][: len(weights)],
+            beside=[(dy, h)] if need[5] else [],
+            layer=ctx.layer,
         )
+        dw_down = dws[-1] if need[5] else None
         if not ctx.gated:
             return dx, dws[0], db_up, None, None, dw_down, db_down, None, None, None
         db_up, db_gate = (
