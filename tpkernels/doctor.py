@@ -122,21 +122,28 @@ def _refused_variables() -> dict[str, Finding]:
 
 
 def _signaled() -> list[Finding]:
-    """That the signaled strategy was asked for where its kernels cannot run, and why."""
-    if envs.overlap() != "signaled":
-        return []
-    reason: str = "needs torch"
-    fix: str | None = _INSTALL_TORCH
-    if importlib.util.find_spec("torch") is not None:
-        from tpkernels.kernels import available
+    """That the signaled strategy was asked for where its kernels cannot run, and why.
 
-        triton = available.status()
-        if triton.available:
-            return []
-        reason, fix = triton.reason, triton.fix
-    state = f"TPKERNELS_OVERLAP=signaled: cannot serve here: {reason}"
+    On CPU its twin serves.
+    """
+    if envs.overlap() != "signaled" or not _has_gpu():
+        return []
+    from tpkernels.kernels import available
+
+    triton = available.status()
+    if triton.available:
+        return []
+    state = f"TPKERNELS_OVERLAP=signaled: cannot serve here: {triton.reason}"
     unset = "unset TPKERNELS_OVERLAP"
-    return [Finding("environment", state, f"{fix}, or {unset}" if fix else unset)]
+    return [Finding("environment", state, f"{triton.fix}, or {unset}" if triton.fix else unset)]
+
+
+def _has_gpu() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @contextmanager

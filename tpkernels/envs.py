@@ -9,9 +9,10 @@ variable                values (default)             meaning
                                                      onednn serves gemm_act on CPU; this version
                                                      lacks cuda: asking for it raises
 ``TPKERNELS_OVERLAP``   auto, off, chunked,          overlap strategy of GEMM and collective;
-                        signaled, fused (auto)       signaled needs a GPU, fused CPU ranks that
-                                                     share memory: asking for what cannot serve
-                                                     raises
+                        signaled, fused (auto)       auto: chunks as the measured table says;
+                                                     signaled is for GPUs (on CPU a twin shows
+                                                     that it is right), fused for CPU ranks that
+                                                     share memory: what cannot serve raises
 ``TPKERNELS_CACHE``     a directory                  where ``tpkernels bench --tune`` keeps the
                         (~/.cache/tpkernels)         measured tables of this user
 ``TPKERNELS_CHECK``     first, always, off (first)   when ranks compare their inputs

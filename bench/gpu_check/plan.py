@@ -73,7 +73,7 @@ def steps(settings: Settings, space: Workspace, facts: dict[str, str]) -> list[S
         str(space.scratch),
     )
     return [
-        _build(settings),
+        build_step(settings),
         Step("doctor", (python, "-m", "tpkernels", "doctor"), 20),
         Step(
             "tests",
@@ -156,7 +156,8 @@ def _measured(settings: Settings, bench: tuple[str, ...], results: Path) -> list
     ]
 
 
-def _build(settings: Settings) -> Step:
+def build_step(settings: Settings) -> Step:
+    """The extension: built, or in a dry run the one that was copied."""
     if settings.dry_run:  # a machine without a GPU may have few cores
         return Step("build", (sys.executable, str(HERE / "present.py")), 300)
     limit = 50 if settings.quick else 130

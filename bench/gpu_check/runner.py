@@ -124,14 +124,16 @@ class Runner:
         env: dict[str, str],
         deadline: float,
         meanwhile: Callable[[], None] = lambda: None,
+        name: str = "gpu_check",
     ) -> None:
         self.log, self.folder, self.env, self.deadline = log, folder, env, deadline
         self.meanwhile = meanwhile  # called every TICK while a step runs
+        self.name = name  # of the script, before each line of progress
         self.unfinished: list[Result] = []  # the step that an interrupt ended
 
     def say(self, text: str) -> None:
         """A line of progress, and in the log."""
-        print(f"gpu_check: {text}", flush=True)
+        print(f"{self.name}: {text}", flush=True)
         self.log.write(f"\n##### {text}\n")
 
     def run(self, step: Step) -> Result:

@@ -20,11 +20,13 @@ from torch import Tensor
 
 from tpkernels.kernels.act_grad import act_grad, glu_grad
 from tpkernels.kernels.config import configs
-from tpkernels.kernels.gemm_act import gemm_act
+from tpkernels.kernels.gemm_act import gemm_act, gemm_signaled
 from tpkernels.kernels.gemm_dact import gemm_dact
 from tpkernels.kernels.gemm_dglu import gemm_dglu
 from tpkernels.kernels.gemm_glu import gemm_glu
 from tpkernels.kernels.launch import capability_of
+from tpkernels.kernels.row_chunks import RowChunks
+from tpkernels.kernels.tile_counters import TileCounters
 
 ODD = (67, 133, 71)  # M, N, K
 ALIGNED = (144, 272, 144)  # more than one of the largest tiles each way, each with a tail
@@ -80,6 +82,7 @@ def _wrong(dtype: torch.dtype, sizes: tuple[int, int, int], device: str) -> list
         "gemm_dact_dbias": (dact(dy, down, pre, "gelu", dbias=True), (dpre, dpre.sum(0))),
         "gemm_glu": (act_glu(x, weight, second, bias, None, "silu"), silu(z) * z_up),
         "gemm_dglu": (dglu(dy, down, pre, up, "silu"), (d_gate, d_up)),
+        "gemm_signaled": (_counted(x, weight), x.float() @ weight.float().t()),
         "act_grad": (act_grad(up, pre, "gelu"), element),
         "glu_grad": (glu_grad(pre, pre, up, "silu"), elements),
     }
@@ -88,6 +91,18 @@ def _wrong(dtype: torch.dtype, sizes: tuple[int, int, int], device: str) -> list
         for name, (ours, truth) in pairs.items()
         if any(_error(o, t) > LIMIT[dtype] for o, t in zip(_all(ours), _all(truth), strict=True))
     ]
+
+
+def _counted(x: Tensor, weight: Tensor) -> Tensor:
+    """The GEMM that counts its tiles, from its second chunk on, each chunk waited for twice."""
+    out, counters = x.new_empty(x.shape[0], weight.shape[0]), TileCounters(x.device)
+    chunks = RowChunks(40, 1, 29)
+    gemm_signaled(x, weight, out, counters, chunks, first_row=40)
+    counts = counters.finished.tolist()
+    for chunk, count in enumerate(counts):
+        counters.wait_until(chunk, count)
+        counters.wait_for_more(chunk, count)
+    return out
 
 
 def _all(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

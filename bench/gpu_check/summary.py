@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from xml.etree import ElementTree
 
+from check_run import LOG
 from plan import Settings
 from runner import Result
 
-LOG = "log.txt"
 HEADING = "# GPU check of "  # by which a later run knows whose files these are
 FILES = (LOG, "summary.md", "junit.xml", "results.jsonl", "table.json", "report.md", "chart.svg")
 _SHOWN = {"terminal": 12, "file": 200}  # failing tests
@@ -38,14 +38,14 @@ def write(
     part = out / "summary.md.part"
     part.write_text(_markdown(results, failing, medians, settings.commit, kind, seconds))
     part.replace(out / "summary.md")  # whole at any time
-    lines = ["", *_text_table([(r.name, _state(r), r.detail[:100]) for r in results])]
+    lines = ["", *text_table([(r.name, _state(r), r.detail[:100]) for r in results])]
     if failing:
         lines += ["", f"{len(failing)} tests failed:"]
         lines += [f"  {name}: {told[:110]}" for name, told in failing[: _SHOWN["terminal"]]]
         if len(failing) > _SHOWN["terminal"]:
             lines.append(f"  and {len(failing) - _SHOWN['terminal']} more: see summary.md")
     if medians:
-        lines += ["", *_text_table([_MEDIAN_HEAD, *map(_median_cells, medians[:24])])]
+        lines += ["", *text_table([_MEDIAN_HEAD, *map(_median_cells, medians[:24])])]
     passed = all(result.fine for result in results)
     ran = "passed" if passed else "NOT all passed"
     lines += ["", f"gpu_check: {ran}, {seconds:.0f} s, {out / 'summary.md'}"]
@@ -167,7 +167,7 @@ def _median_cells(median: dict) -> tuple[str, ...]:
     )
 
 
-def _text_table(rows: list[tuple[str, ...]]) -> list[str]:
+def text_table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0] if rows else ()))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -186,7 +186,7 @@ def _markdown(
     date = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     lines = [f"{HEADING}{commit}, {date}", ""]
     lines += [f"{kind}, {seconds:.0f} s. Output of all steps: {LOG}", ""]
-    lines += _markdown_table(
+    lines += markdown_table(
         ("step", "result", "seconds", "figure or first error"),
         [(r.name, r.state, f"{r.seconds:.1f}", r.detail) for r in results],
     )
@@ -199,13 +199,13 @@ def _markdown(
     lines += ["", "## Benchmarks", ""]
     if medians:
         lines += ["Above 1 is faster than eager PyTorch.", ""]
-        lines += _markdown_table(_MEDIAN_HEAD, [_median_cells(m) for m in medians])
+        lines += markdown_table(_MEDIAN_HEAD, [_median_cells(m) for m in medians])
     else:
         lines.append("not measured")
     return "\n".join(lines) + "\n"
 
 
-def _markdown_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def markdown_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     def line(cells: tuple[str, ...]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

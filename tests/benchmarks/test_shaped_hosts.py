@@ -126,6 +126,25 @@ def test_a_link_is_no_faster_than_its_rate(network):
     assert seconds["loopback"] < 0.5 * least
 
 
+def test_a_rank_changes_the_rate_of_its_own_host(network):
+    change = """
+import subprocess
+from tpkernels.benchmarks.shaped_hosts import shape_link
+shape_link("123456kbit")
+print(subprocess.check_output(["tc", "qdisc", "show", "dev", "eth0"], text=True))
+shape_link("100mbit")
+"""
+    shown = io.StringIO()
+    run_ranks(python(change), network.hosts[:1], seconds=60, show=shown, environment=module_path())
+    assert "rate 123456Kbit" in shown.getvalue()
+
+
+def test_only_a_shaped_link_can_change_its_rate(network):
+    """Never that of the machine itself, which has none."""
+    with pytest.raises(CannotShape, match="`tc qdisc change dev eth0 root tbf"):
+        shaped_hosts.shape_link("1gbit")
+
+
 def test_a_rank_that_fails_ends_the_run_and_is_named():
     text = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('no luck')\n"
     start = time.monotonic()

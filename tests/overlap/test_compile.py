@@ -7,7 +7,13 @@ import torch
 
 from tests.overlap.samples import normals, part
 from tpkernels.comm.group import resolve_group
-from tpkernels.overlap import column_gemm_act, gemm_all_reduce, mlp
+from tpkernels.overlap import (
+    all_gather_gemm,
+    column_gemm_act,
+    gemm_all_reduce,
+    gemm_reduce_scatter,
+    mlp,
+)
 from tpkernels.testing import count_collectives
 
 SIZES = [6, 4]
@@ -29,7 +35,18 @@ def layers(name):
     def gated(x, up, gate, down):
         return mlp(x, up, None, down, None, act="silu", group_name=name, w_gate=gate)
 
-    return {"row": row, "column_row": column_row, "plain": plain, "gated": gated}
+    def sequence(x, up, gate, down):
+        both = {"dim": 0, "chunks": 2}
+        _, (first, second) = all_gather_gemm(x, [up, gate], None, "silu", name, **both)
+        return gemm_reduce_scatter(first * second, down, None, name, **both)
+
+    return {
+        "row": row,
+        "column_row": column_row,
+        "plain": plain,
+        "gated": gated,
+        "sequence": sequence,
+    }
 
 
 def both_ways(group, kind, backend, use_checkpoint=False):
@@ -68,7 +85,7 @@ def both_ways(group, kind, backend, use_checkpoint=False):
     return results
 
 
-@pytest.mark.parametrize("kind", ["row", "column_row", "plain", "gated"])
+@pytest.mark.parametrize("kind", ["row", "column_row", "plain", "gated", "sequence"])
 def test_compiled_equals_eager_on_every_call(pool, kind):
     """TP-39: the graph runs the real collective from the first call; TP-41: in one graph."""
     for results in pool.run(both_ways, kind, "aot_eager", world_size=2, timeout=60):
@@ -77,9 +94,10 @@ def test_compiled_equals_eager_on_every_call(pool, kind):
             assert sorted(sent) == sorted(sent_compiled)
 
 
-def test_compiled_with_recomputation(pool):
+@pytest.mark.parametrize("kind", ["plain", "sequence"])
+def test_compiled_with_recomputation(pool, kind):
     """TP-41: a compiled, checkpointed tensor-parallel MLP is right."""
-    for results in pool.run(both_ways, "plain", "aot_eager", True, world_size=2, timeout=60):
+    for results in pool.run(both_ways, kind, "aot_eager", True, world_size=2, timeout=60):
         for (eager, _), (compiled, _) in results:
             assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
 
@@ -116,6 +134,22 @@ def opcheck_on_ranks(group):
         (ops.column_backward.default, ([x @ w.t()], x, [w], name, True, [True])),
         (ops.mlp.default, (wants[0], wants[1], None, None, None, wants[2], None, "gelu", name)),
         (ops.sum_replicated.default, (x, [0, 2], [1, 0], [2, 1], 3, name)),
+        (
+            ops.all_gather_gemm.default,
+            (wants[0], [wants[1]], [None], "gelu", False, name, 0, [4, 4], 2, ""),
+        ),
+        (
+            ops.all_gather_gemm_backward.default,
+            ([torch.cat([x, x]) @ w.t()], None, x, [w], name, 0, None, True, [True], 2, ""),
+        ),
+        (
+            ops.gemm_reduce_scatter.default,
+            (wants[0], wants[1], None, name, 0, [3, 1], None, 2, "layer"),
+        ),
+        (
+            ops.gemm_reduce_scatter_backward.default,
+            (x[:2] @ w.t(), x, w, name, 0, [2, 2], [True, True, True], 2, ""),
+        ),
     ]
     for op, args in checks:
         torch.library.opcheck(op, args)

@@ -10,7 +10,13 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.overlap.samples import normals, part
 from tpkernels.comm.group import resolve_group
-from tpkernels.overlap import column_gemm_act, gemm_all_reduce, mlp
+from tpkernels.overlap import (
+    all_gather_gemm,
+    column_gemm_act,
+    gemm_all_reduce,
+    gemm_reduce_scatter,
+    mlp,
+)
 from tpkernels.testing import count_collectives
 
 SIZES = [3, 2]
@@ -26,7 +32,11 @@ def block(kind, name):
     def one_op(x, w_up, w_down):
         return mlp(x, w_up, None, w_down, None, act="gelu", group_name=name)
 
-    return two_ops if kind == "two ops" else one_op
+    def sequence(x, w_up, w_down):
+        _, (h,) = all_gather_gemm(x, [w_up], None, "gelu", name, chunks=1)
+        return gemm_reduce_scatter(h, w_down, None, name, chunks=1)
+
+    return {"two ops": two_ops, "one op": one_op, "sequence": sequence}[kind]
 
 
 def recomputed(group, kind, use_checkpoint):
@@ -51,6 +61,19 @@ def recomputed(group, kind, use_checkpoint):
     return [y, *gradients], forward.total.calls, backward.total.calls
 
 
+def test_the_last_reduce_scatter_is_not_repeated(pool):
+    """TP-51: of two blocks, each an all-gather and a reduce-scatter forward.
+
+    Backward: for each a gather of dY, and one of x with a reduce-scatter of dX; the gather of the
+    forward is repeated, as h is not kept, and the reduce-scatter is not.
+    """
+    plain = pool.run(recomputed, "sequence", False, world_size=2)
+    again = pool.run(recomputed, "sequence", True, world_size=2)
+    for (values, *calls), (expected, *expected_calls) in zip(again, plain, strict=True):
+        assert (expected_calls, calls) == ([4, 6], [4, 8])
+        assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+
+
 @pytest.mark.parametrize("kind", ["two ops", "one op"])
 def test_the_last_all_reduce_is_not_repeated(pool, kind):
     """TP-51: two blocks: two all-reduces forward; backward two of dX and none recomputed."""
@@ -71,43 +94,59 @@ def held_memory(group, kind, steps):
     return alive
 
 
-@pytest.mark.parametrize("kind", ["two ops", "one op"])
+@pytest.mark.parametrize("kind", ["two ops", "one op", "sequence"])
 def test_nothing_is_kept_from_step_to_step(pool, kind):
     """TP-51: a leak of one tensor a step would make at least 6 in 6; PyTorch may cache one."""
     for alive in pool.run(held_memory, kind, 8, world_size=2):
         assert alive[-1] - alive[1] < 6, alive
 
 
-def calls_by_grad_mode(group):
+def calls_by_grad_mode(group, op):
     """Collectives of one forward with and without gradients, plain and under recomputation."""
     name = resolve_group(group).name
     x, weight = torch.ones(8, 2), torch.ones(3, 2, requires_grad=True)
+    run = {
+        "gemm_all_reduce": lambda w: gemm_all_reduce(x, w, None, name),
+        "gemm_reduce_scatter": lambda w: gemm_reduce_scatter(x, w, None, name),
+        "all_gather_gemm": lambda w: all_gather_gemm(x[:4], [w], None, "none", name)[1][0],
+    }[op]
     seen = {}
     with count_collectives() as counts:
-        y = gemm_all_reduce(x, weight, None, name)
+        y = run(weight)
     seen["grad"] = counts.total.calls
     with count_collectives() as counts, torch.no_grad():
-        gemm_all_reduce(x, weight, None, name)
+        run(weight)
     seen["no_grad"] = counts.total.calls
     with count_collectives() as counts, torch.inference_mode():
-        gemm_all_reduce(x, weight, None, name)
+        run(weight)
     seen["inference"] = counts.total.calls
     with count_collectives() as counts:
         # reentrant: forward runs without gradients, and all of it again in backward
-        inner = checkpoint(lambda w: gemm_all_reduce(x, w, None, name), weight, use_reentrant=True)
+        inner = checkpoint(run, weight, use_reentrant=True)
     seen["reentrant forward"] = counts.total.calls
+    with count_collectives() as plain:
+        y.sum().backward()
     with count_collectives() as counts:
         inner.sum().backward()
-    seen["reentrant backward"] = counts.total.calls
+    seen["reentrant backward"] = counts.total.calls - plain.total.calls
     assert torch.equal(y, inner)
     return seen
 
 
-@pytest.mark.parametrize(("strategy", "chunks"), [("chunked", 4), ("off", 1)])
-def test_chunks_do_not_depend_on_the_grad_mode(pool, strategy, chunks):
+@pytest.mark.parametrize(
+    ("op", "strategy", "chunks"),
+    [
+        ("gemm_all_reduce", "chunked", 4),
+        ("gemm_all_reduce", "off", 1),
+        ("gemm_reduce_scatter", "chunked", 2),  # of each rank's rows
+        ("all_gather_gemm", "chunked", 2),
+        ("all_gather_gemm", "off", 1),
+    ],
+)
+def test_chunks_do_not_depend_on_the_grad_mode(pool, op, strategy, chunks):
     """TP-52."""
-    seen = pool.run(calls_by_grad_mode, world_size=2, env={"TPKERNELS_OVERLAP": strategy})
-    for modes in seen:
+    env = {"TPKERNELS_OVERLAP": strategy}
+    for modes in pool.run(calls_by_grad_mode, op, world_size=2, env=env):
         assert set(modes.values()) == {chunks}, modes
 
 

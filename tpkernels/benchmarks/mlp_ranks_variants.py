@@ -115,7 +115,9 @@ def build(
     dense.load_state_dict(weights)
     if name == DENSE:
         return dense
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    # DTensor caches what it does by mesh, and takes meshes of equal ranks and names for one: with
+    # one name, the second group's layer would send over the first group.
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"tp_{group.group_name}",))
     plan = {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
     return parallelize_module(dense, mesh, plan)
 

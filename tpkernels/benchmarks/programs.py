@@ -16,6 +16,7 @@ from tpkernels.benchmarks import (
     mlp,
     mlp_ranks,
     options,
+    overlap,
     report,
     rows,
     session,
@@ -36,6 +37,7 @@ PROGRAMS = {
     "tune": "Measure which implementation serves each op and size fastest on this GPU, and keep it",
     "report": "JSONL rows as a markdown table and a chart",
     "zero3": zero3.DESCRIPTION,
+    "overlap": overlap.DESCRIPTION,
     "collectives": collectives.DESCRIPTION,
 }
 # Programs with options of their own. `mlp` between ranks is one, under the name of the other.
@@ -45,6 +47,7 @@ _OWN_OPTIONS = {
     _COMM: (collectives.DESCRIPTION, collectives_options.add_options),
     "collectives": (collectives.DESCRIPTION, collectives_options.add_options),
     _MLP_RANKS: (mlp_ranks.DESCRIPTION, mlp_ranks.add_options),
+    "overlap": (overlap.DESCRIPTION, overlap.add_options),
     "report": (PROGRAMS["report"], report.add_options),
     "zero3": (PROGRAMS["zero3"], zero3.add_options),
 }
@@ -55,10 +58,11 @@ def run(argv: list[str]) -> int:
     """What `tpkernels.benchmarks.command.main` does, but for how errors are shown."""
     arguments = list(argv)
     program = None
-    for flag in ("--tune", "--report"):
-        if program is None and flag in arguments:
-            arguments.remove(flag)
-            program = flag.removeprefix("--")
+    if arguments[:1] != ["overlap"]:  # it has a --tune of its own
+        for flag in ("--tune", "--report"):
+            if program is None and flag in arguments:
+                arguments.remove(flag)
+                program = flag.removeprefix("--")
     if program is None and arguments and not arguments[0].startswith("-"):
         program = arguments.pop(0)
     if program == "mlp" and _between_ranks(arguments):
@@ -77,6 +81,8 @@ def run(argv: list[str]) -> int:
         return report.run(parsed)
     if program == "zero3":
         return zero3.run(parsed)
+    if program == "overlap":
+        return overlap.run(parsed, arguments)
     return _measure(parsed, [program] if program else ["gemm_gelu", "mlp"])
 
 

@@ -103,8 +103,7 @@ class ShapedNetwork:
             _run(*inside, "ip", "addr", "add", f"{address}/24", "dev", "eth0")
             _run(*inside, "ip", "link", "set", "eth0", "up")
             _run(*inside, "ip", "link", "set", "lo", "up")
-            limit = ["tbf", "rate", self.rate, "burst", _BURST, "latency", _LATENCY]
-            _run(*inside, "tc", "qdisc", "add", "dev", "eth0", "root", *limit)
+            shape_link(self.rate, inside, "add")
             self.hosts.append(Host(inside, "eth0", address))
 
     def _namespace(self) -> str:
@@ -125,6 +124,16 @@ class ShapedNetwork:
             said = holder.stderr.read().decode(errors="replace").strip()
             raise CannotShape(f"a network namespace was refused: {said or 'unshare ended'}")
         return str(holder.pid)
+
+
+def shape_link(rate: str, inside: Sequence[str] = (), verb: str = "change") -> None:
+    """What a host may send from now on, as `tc` spells it; also from within: by a rank of its own.
+
+    Raises:
+        CannotShape: what the kernel refused; also where this is no host of a `ShapedNetwork`.
+    """
+    limit = ["tbf", "rate", rate, "burst", _BURST, "latency", _LATENCY]
+    _run(*inside, "tc", "qdisc", verb, "dev", "eth0", "root", *limit)
 
 
 def cannot_shape() -> str | None:

@@ -21,7 +21,7 @@ from tpkernels.benchmarks.core_use import CoreUse
 from tpkernels.benchmarks.ranks import Ranks
 from tpkernels.benchmarks.timers import percentile
 
-_WARM_UP = 2  # calls before each batch
+_WARM_UP = 2  # calls before each batch, at the most
 # A batch is far longer than what the clock and the loop cost, 0.1 us, and short enough that a
 # variant is not alone with a disturbance of milliseconds.
 _BATCH_US = 1000.0
@@ -79,11 +79,16 @@ class Timed:
 
 @dataclass(frozen=True)
 class Turns:
-    """How often: as many turns as `seconds` allow, from `least` to `most`."""
+    """How often: as many turns as `seconds` allow, from `least` to `most`.
+
+    Attributes:
+        warm_up: calls before each batch, at most `_WARM_UP`; fewer where calls are long.
+    """
 
     seconds: float = 2.0
     least: int = 7
     most: int = 300
+    warm_up: int = _WARM_UP
 
 
 def measure(variants: Sequence[Timed], ranks: Ranks, turns: Turns) -> float | None:
@@ -94,36 +99,36 @@ def measure(variants: Sequence[Timed], ranks: Ranks, turns: Turns) -> float | No
     """
     for variant in variants:
         most = variant.most_calls()
-        _sample(variant, ranks, min(len(variant.calls), most, _FIRST_CALLS))
-        few = _sample(variant, ranks, min(3, most))
+        _sample(variant, ranks, min(len(variant.calls), most, _FIRST_CALLS), turns.warm_up)
+        few = _sample(variant, ranks, min(3, most), turns.warm_up)
         (us,) = ranks.largest([few])
         variant.batch = int(max(1, min(most, _BATCH_US / max(us, 0.1))))
     with _without_collector():
         start = time.perf_counter()
         for variant in variants:
-            _sample(variant, ranks, variant.batch)
+            _sample(variant, ranks, variant.batch, turns.warm_up)
         (seconds,) = ranks.largest([time.perf_counter() - start])
         count = int(max(turns.least, min(turns.most, turns.seconds / seconds)))
         use = CoreUse(ranks)
         for number in range(count):
             first = number % len(variants)
             for variant in (*variants[first:], *variants[:first]):
-                variant.us.append(_sample(variant, ranks, variant.batch))
+                variant.us.append(_sample(variant, ranks, variant.batch, turns.warm_up))
         others = use.others_share()
     for variant in variants:
         variant.us[:] = ranks.largest(variant.us)
     return others
 
 
-def _sample(variant: Timed, ranks: Ranks, count: int) -> float:
+def _sample(variant: Timed, ranks: Ranks, count: int, warm_up: int) -> float:
     """Microseconds a call on this rank; 0 where another runs it."""
     if variant.alone and ranks.rank != 0:
         ranks.barrier()
         return 0.0
-    calls = variant.take(_WARM_UP + count)
-    for call in calls[:_WARM_UP]:
+    calls = variant.take(warm_up + count)
+    for call in calls[:warm_up]:
         call()
-    timed = calls[_WARM_UP:]
+    timed = calls[warm_up:]
     ranks.synchronize()
     start = time.perf_counter_ns()
     for call in timed:

@@ -18,7 +18,7 @@ from tpkernels.comm import tpshm
 from tpkernels.comm.group import group_by_name
 from tpkernels.comm.liveness import missing_ranks
 from tpkernels.errors import CommunicationError
-from tpkernels.instrument import arrived, communication, waiting
+from tpkernels.instrument import arrived, communication, exchanging, waiting
 
 tpshm.register()
 
@@ -39,9 +39,11 @@ class Pending:
         """The result. On CUDA the current stream waits, not the host."""
         if self._work is not None:
             work, self._work = self._work, None
-            with waiting(self._operation, self._result):
-                _guarded(work.wait, self._operation, self._group_name)
-            arrived(self._sent)
+            try:
+                with waiting(self._operation, self._result):
+                    _guarded(work.wait, self._operation, self._group_name)
+            finally:
+                arrived(self._sent)
         return self._result
 
     def drain(self) -> None:
@@ -75,6 +77,14 @@ def _guarded(
         ) from error
 
 
+def _blocking(
+    call: Callable[..., Any], operation: str, group_name: str, tensor: Tensor, *args: Any, **kw: Any
+) -> None:
+    """``call(tensor, *args)`` and its result: communication that this rank waits for at once."""
+    with exchanging(operation, group_name, tensor):
+        _guarded(call, operation, group_name, tensor, *args, **kw)
+
+
 def all_reduce_async(tensor: Tensor, group_name: str) -> Pending:
     """Start a sum over the group into ``tensor`` itself, which must be contiguous and ours."""
     group = group_by_name(group_name)
@@ -94,7 +104,7 @@ def all_reduce_max(tensor: Tensor, group_name: str) -> Tensor:
     group = group_by_name(group_name)
     result = tensor.clone(memory_format=torch.contiguous_format)
     if group is not None and result.numel():
-        _guarded(
+        _blocking(
             dist.all_reduce, "all_reduce", group_name, result, op=dist.ReduceOp.MAX, group=group
         )
     return result
@@ -116,7 +126,7 @@ def all_gather(tensor: Tensor, sizes: list[int], dim: int, group_name: str) -> T
         padded[: rows.shape[0]] = rows
     gathered = padded.new_empty((len(sizes) * most, *padded.shape[1:]))
     if gathered.numel():
-        _guarded(_all_gather_single, "all_gather", group_name, gathered, padded, group=group)
+        _blocking(_all_gather_single, "all_gather", group_name, gathered, padded, group=group)
     if any(size != most for size in sizes):
         pieces = [gathered[r * most : r * most + size] for r, size in enumerate(sizes)]
         gathered = torch.cat(pieces)
@@ -140,7 +150,7 @@ def reduce_scatter(tensor: Tensor, sizes: list[int], dim: int, group_name: str) 
             start += size
     kept = padded.new_empty((most, *padded.shape[1:]))
     if padded.numel():
-        _guarded(_reduce_scatter_single, "reduce_scatter", group_name, kept, padded, group=group)
+        _blocking(_reduce_scatter_single, "reduce_scatter", group_name, kept, padded, group=group)
     return _moved_to(dim, kept if sizes[rank] == most else kept[: sizes[rank]])
 
 
@@ -158,19 +168,22 @@ def all_gather_bytes(row: Tensor, group_name: str) -> Tensor:
         return row[None]
     out = row.new_empty((group.size() * row.numel(),))
     flat = row.contiguous().view(-1)
-    _guarded(_all_gather_single, "all_gather", group_name, out, flat, group=group)
+    _blocking(_all_gather_single, "all_gather", group_name, out, flat, group=group)
     return out.view(group.size(), *row.shape)
 
 
 def all_gather_in_place(whole: Tensor, group_name: str) -> Tensor:
     """Fill ``whole`` [R * S], of which rank r has written its part, elements r * S on.
 
-    Sent as bytes, so that any dtype travels on any backend. On CUDA enqueued on the current stream.
+    Sent as bytes, so that any dtype travels on any backend. On CUDA enqueued on the current stream,
+    one of communication: not recorded as waited for.
     """
     group = group_by_name(group_name)
     if group is not None and whole.numel():
         raw, own = _whole_and_own(whole, group)
+        sent = communication("all_gather", group_name, raw)
         _guarded(_all_gather_single, "all_gather", group_name, raw, own, group=group)
+        arrived(sent)
     return whole
 
 
@@ -184,12 +197,14 @@ def _whole_and_own(whole: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Ten
 def reduce_scatter_into(kept: Tensor, whole: Tensor, group_name: str) -> Tensor:
     """The sum over the group of ``whole`` [R * S], of which rank r gets part r in ``kept``.
 
-    On CUDA enqueued on the current stream.
+    On CUDA enqueued on the current stream, one of communication: not recorded as waited for.
     """
     group = group_by_name(group_name)
     if group is None or whole.numel() == 0:
         return kept.copy_(whole)
+    sent = communication("reduce_scatter", group_name, whole)
     _guarded(_reduce_scatter_single, "reduce_scatter", group_name, kept, whole, group=group)
+    arrived(sent)
     return kept
 
 
@@ -197,5 +212,5 @@ def all_reduce_in_place(tensor: Tensor, group_name: str) -> Tensor:
     """The sum over the group into ``tensor`` itself; on CUDA enqueued on the current stream."""
     group = group_by_name(group_name)
     if group is not None and tensor.numel():
-        _guarded(dist.all_reduce, "all_reduce", group_name, tensor, group=group)
+        _blocking(dist.all_reduce, "all_reduce", group_name, tensor, group=group)
     return tensor

@@ -16,7 +16,9 @@ the same order on all ranks. State belongs to the group and ends with it.
 
 from __future__ import annotations
 
+import functools
 import threading
+import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,7 +31,8 @@ from tpkernels.comm.group import group_by_name
 from tpkernels.comm.lanes_connecting import connect
 from tpkernels.comm.lanes_exchanges import Exchange, Lanes
 from tpkernels.comm.peers import Meeting, _host
-from tpkernels.comm.tpshm import time_limit
+from tpkernels.comm.tpshm import served_by, time_limit
+from tpkernels.errors import TPKernelsWarning
 
 __all__ = ["Exchange", "Lanes", "lanes_of", "wanted", "why_not"]
 
@@ -64,9 +67,17 @@ class _Standing:
         self.tried = True
         self.meeting.next_stage()
         lanes, self.reason = connect(self.meeting)
+        name, rank = self.meeting.name, self.meeting.rank
         if not self.reason:
-            name, rank = self.meeting.name, self.meeting.rank
             self.lanes = Lanes(lanes, rank, name, self.global_ranks, self.timeout)
+        elif rank == 0:
+            _warn(self.reason)
+
+
+@functools.lru_cache  # once for a reason: a mesh has many groups
+def _warn(reason: str) -> None:
+    message = f"no lanes between the ranks, whose messages go over Gloo instead: {reason}"
+    warnings.warn_explicit(message, TPKernelsWarning, "tpkernels", 0)
 
 
 _standings: WeakKeyDictionary[Any, _Standing] = WeakKeyDictionary()  # by group
@@ -133,11 +144,12 @@ def _refusal(group: dist.ProcessGroup, group_name: str) -> str:
     """Why the group cannot have lanes, as far as every rank knows by itself; or ``""``."""
     if group.size() == 1:
         return "a group of one rank"
-    if "cpu" not in {device.type for device in group._device_types}:
-        return f"its backend, {dist.get_backend_config(group)}, does not serve CPU tensors"
     if has_peers(group_name):
         return "its ranks share memory (tpshm)"
-    return ""
+    if "cpu" not in {device.type for device in group._device_types}:
+        return f"its backend, {dist.get_backend_config(group)}, does not serve CPU tensors"
+    backend = served_by(group).backend
+    return "" if backend == "gloo" else f"its CPU tensors are served by {backend}, not by Gloo"
 
 
 def _store_of(group: dist.ProcessGroup) -> dist.Store:

@@ -14,11 +14,11 @@ import contextlib
 import hmac
 import os
 import secrets
+import select
 import socket
 import struct
 import sys
 import time
-from selectors import EVENT_READ, DefaultSelector
 
 from tpkernels.comm.lanes_wire import Lane
 from tpkernels.comm.peers import Meeting
@@ -32,7 +32,7 @@ _LOOPBACK = ("127.", "::1")
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
-class CannotConnect(Exception):
+class CannotConnect(OSError):
     """What kept this rank from being connected with all others."""
 
 
@@ -60,20 +60,19 @@ def connect(meeting: Meeting) -> tuple[list[Lane], str]:
         places = [said[0] for said in heard]
         if listener is not None and None not in places:
             lanes = _mesh(meeting, listener, places, key)
-    except CannotConnect as error:
+    except OSError as error:
         problem = str(error)
     finally:
         if listener is not None:
             listener.close()
     meeting.next_stage()
     meeting.say("lanes outcome", problem)
-    problems = {rank: said for rank, said in enumerate(meeting.hear_all("lanes outcome")) if said}
-    if not problems:
+    outcomes = meeting.hear_all("lanes outcome")
+    if not any(outcomes):
         return lanes, ""
     for lane in lanes:
         lane.close()
-    rank = min(problems)
-    return [], f"rank {rank}: {problems[rank]}"
+    return [], "; ".join(f"rank {rank}: {said}" for rank, said in enumerate(outcomes) if said)
 
 
 def _mesh(meeting: Meeting, listener: socket.socket, places: list[list], key: bytes) -> list[Lane]:
@@ -110,7 +109,6 @@ def _connected(
     family, address, port = place
     connection = socket.socket(family)
     try:
-        _tune(connection)
         connection.settimeout(_left(end))
         connection.connect((address, port))
         connection.sendall(_GREETING.pack(own, kind, _proof(key, "connects", own, kind)))
@@ -147,32 +145,20 @@ def _accept(
 ) -> None:
     """Wait for the ranks above this one. Others that connect are turned away, and delay nobody."""
     wanted = {(rank, kind) for rank in range(own + 1, size) for kind in range(len(_KINDS))}
-    said: dict[socket.socket, bytes] = {}
+    said: dict[socket.socket, bytes] = {}  # by those that are not known yet
     listener.setblocking(False)
-    with DefaultSelector() as selector:
-        selector.register(listener, EVENT_READ)
+    try:
         while wanted:
             if time.monotonic() > end:
                 absent = ", ".join(str(rank) for rank in sorted({rank for rank, _ in wanted}))
                 raise CannotConnect(f"rank {absent} did not connect to it")
-            for ready, _ in selector.select(min(0.1, _left(end))):
-                connection = ready.fileobj
-                assert isinstance(connection, socket.socket)
-                if connection is listener:
-                    with contextlib.suppress(OSError):  # it has gone again
-                        new, _address = listener.accept()
-                        new.setblocking(False)
-                        said[new] = b""
-                        selector.register(new, EVENT_READ)
+            poll = select.poll()
+            for connection in (listener, *said):
+                poll.register(connection, select.POLLIN)
+            ready = {file for file, _ in poll.poll(_left(end) * 1e3)}
+            for connection in [each for each in said if each.fileno() in ready]:
+                if not _greet(connection, said):
                     continue
-                try:
-                    chunk = connection.recv(_GREETING.size - len(said[connection]))
-                except OSError:
-                    chunk = b""
-                said[connection] += chunk
-                if chunk and len(said[connection]) < _GREETING.size:
-                    continue
-                selector.unregister(connection)
                 who = _recognised(said.pop(connection), key, wanted)
                 if who is None:
                     connection.close()
@@ -180,8 +166,24 @@ def _accept(
                 made[who] = connection
                 connection.sendall(_proof(key, "accepts", own, who[1]))
                 wanted.discard(who)
-    for stranger in said:
-        stranger.close()
+            if listener.fileno() in ready:
+                with contextlib.suppress(OSError):  # it has gone again
+                    connection = listener.accept()[0]
+                    connection.setblocking(False)
+                    said[connection] = b""
+    finally:
+        for connection in said:
+            connection.close()
+
+
+def _greet(connection: socket.socket, said: dict[socket.socket, bytes]) -> bool:
+    """Hear more of a greeting; whether it has ended."""
+    try:
+        chunk = connection.recv(_GREETING.size - len(said[connection]))
+    except OSError:
+        chunk = b""
+    said[connection] += chunk
+    return not chunk or len(said[connection]) == _GREETING.size
 
 
 def _recognised(
@@ -204,17 +206,12 @@ def _listener(backlog: int) -> socket.socket:
     family, address = own_address()
     listener = socket.socket(family)
     try:
-        _tune(listener)  # what is accepted inherits it
         listener.bind((address, 0))
         listener.listen(backlog)
     except OSError:
         listener.close()
         raise
     return listener
-
-
-def _tune(connection: socket.socket) -> None:
-    pass
 
 
 def own_address() -> tuple[int, str]:

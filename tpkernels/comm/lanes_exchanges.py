@@ -19,8 +19,8 @@ from tpkernels.errors import CommunicationError, ConfigError
 
 _LOOK_SECONDS = 0.05  # between two looks at what another thread has moved
 _GOODBYE_SECONDS = 1.0  # between a rank's last data and its goodbye; else it just died
-_GATHERING_SECONDS = 0.1  # between the first goodbye and those of ranks that gave up for the same
-_ASKING_SECONDS = 0.5  # in which ranks that wait themselves answer one that gave up on them
+_GATHERING_SECONDS = 0.3  # between the first goodbye and those of the others
+_ASKING_SECONDS = 0.6  # in which ranks that wait themselves answer one that gave up on them
 
 
 class Exchange:
@@ -206,18 +206,23 @@ class Lanes:
 
     def _break(self, operation: str, origin: int, text: str) -> None:
         """Close, for what rank ``origin`` says, and tell the others."""
-        own = origin == self.rank
-        operation = operation or "an exchange"
+        if origin == self.rank:
+            self._tell(origin, f"{operation or 'an exchange'}: {text}", [])
+            self._close_for(operation, text)
+        else:
+            self._tell(origin, text, [])
+            self._close_for(operation, f"{self._named([origin])} gave up: {text}")
+
+    def _tell(self, origin: int, text: str, waits: list[int]) -> None:
         for lane in self._lanes.values():
-            lane.say_goodbye(Goodbye(origin, f"{operation}: {text}" if own else text))
-        self._close_for(operation, text if own else f"{self._named([origin])} gave up: {text}")
+            lane.say_goodbye(Goodbye(origin, text, waits))
 
     def _close_for(self, operation: str, blame: str) -> None:
         _close(self._lanes.values())
         self._in_flight = 0
         self._broken = (
-            f"{operation} on group {self._group_name} (global ranks {self._global_ranks}) failed "
-            f"on rank {self._global_ranks[self.rank]}: {blame}"
+            f"{operation or 'an exchange'} on group {self._group_name} (global ranks "
+            f"{self._global_ranks}) failed on rank {self._global_ranks[self.rank]}: {blame}"
         )
 
     def _named(self, ranks: Iterable[int]) -> str:
@@ -270,17 +275,29 @@ class Lanes:
         farewell = lane.goodbye()
         if farewell is None:
             return
-        text = farewell.text
-        # Ranks that waited for each other give up at once, each with a part of the story.
-        end = time.monotonic() + _GATHERING_SECONDS
-        for other in self._lanes.values():
-            more = None if other is lane else other.goodbye(max(0.0, end - time.monotonic()))
-            if more is not None and more.text not in text:
-                text += f"; {self._named([more.origin])}: {more.text}"
-        if awaited := self._awaited(exchange):
-            text += f"; {self._named([self.rank])} waits for {self._named(awaited)}"
-        self._break(exchange.operation, farewell.origin, text)
+        awaited = self._awaited(exchange)
+        self._tell(farewell.origin, farewell.text, awaited)
+        said = {lane.peer: farewell, **self._gather(_GATHERING_SECONDS, {lane.peer})}
+        story = f"{self._named([farewell.origin])} gave up: {farewell.text}"
+        said[self.rank] = Goodbye(farewell.origin, "", awaited)
+        self._close_for(exchange.operation, story + self._who_waits(said))
         self._raise_if_broken()
+
+    def _gather(self, seconds: float, known: set[int]) -> dict[int, Goodbye]:
+        """What ranks beside the ``known`` say: those that wait for one another give up together."""
+        said, end = {}, time.monotonic() + seconds
+        for peer in self._lanes.keys() - known:
+            farewell = self._lanes[peer].goodbye(max(0.0, end - time.monotonic()))
+            if farewell is not None:
+                said[peer] = farewell
+        return said
+
+    def _who_waits(self, said: Mapping[int, Goodbye]) -> str:
+        return "".join(
+            f"; {self._named([peer])} waits for {self._named(farewell.waits)}"
+            for peer, farewell in sorted(said.items())
+            if farewell.waits
+        )
 
     def _awaited(self, exchange: Exchange) -> list[int]:
         return [lane.peer for lane in self._lanes.values() if lane.concerns(exchange)]
@@ -291,21 +308,12 @@ class Lanes:
             self._raise_if_broken()
             awaited = self._awaited(exchange)
             text = f"nothing from {self._named(awaited)} within {seconds:g} s"
-            for lane in self._lanes.values():
-                lane.say_goodbye(Goodbye(self.rank, f"{exchange.operation}: {text}"))
-            end = time.monotonic() + _ASKING_SECONDS
-            answers = []
-            silent = []
-            for peer in awaited:
-                farewell = self._lanes[peer].goodbye(max(0.0, end - time.monotonic()))
-                if farewell is None:
-                    silent.append(peer)
-                else:
-                    answers.append(f"{self._named([peer])} says: {farewell.text}")
-            if silent:
-                answers.append(f"no sign of life from {self._named(silent)}")
+            self._tell(self.rank, f"{exchange.operation}: {text}", awaited)
+            said = self._gather(_ASKING_SECONDS, set())
+            if silent := [peer for peer in awaited if peer not in said]:
+                text += f": no sign of life from {self._named(silent)}"
             fix = "Fix: see what it does instead, or allow more seconds in TPKERNELS_TIMEOUT"
-            self._close_for(exchange.operation, f"{text}: {'; '.join(answers)}. {fix}")
+            self._close_for(exchange.operation, f"{text}{self._who_waits(said)}. {fix}")
             self._raise_if_broken()
 
 

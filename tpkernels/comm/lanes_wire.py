@@ -47,10 +47,14 @@ class LostPeer(Exception):
 
 
 class Goodbye(NamedTuple):
-    """Why a rank gave up: ``text`` is what rank ``origin`` (of the group), the first, said."""
+    """Why a rank gave up: ``text`` is what rank ``origin`` (of the group), the first, said.
+
+    ``waits``: for which ranks the one that says it waits itself.
+    """
 
     origin: int
     text: str
+    waits: list[int]
 
 
 class Owner(Protocol):
@@ -72,6 +76,11 @@ class _Piece(NamedTuple):
 
 class Lane:
     """The connections with one other rank, neither of which ever blocks.
+
+    The kernel sizes their buffers. Measured on two hosts, 8.4 MB each way in 8 pieces between which
+    92 ms are slept (2026-11-30, 1 Gbit/s, the wire alone 68 ms): 104 ms so, 104 with SO_SNDBUF and
+    SO_RCVBUF of 1 to 4 MB, 112 of 512 KB, 139 of 208 KB, all that an unprivileged process can
+    have by default; 144 and more with TCP_NOTSENT_LOWAT. With 4 Gbit/s: 101, 102 to 103, 104, 114.
 
     Args:
         peer: the other rank's number in the group.
@@ -171,7 +180,7 @@ class Lane:
     def say_goodbye(self, why: Goodbye) -> None:
         """Tell the other rank, where it still can be told."""
         text = why.text.encode()[:_MOST_TEXT].decode(errors="ignore")
-        message = json.dumps([why.origin, text]).encode()
+        message = json.dumps([why.origin, text, why.waits]).encode()
         with contextlib.suppress(OSError):
             self.control.send(_LENGTH.pack(len(message)) + message)
 

@@ -1,12 +1,13 @@
 """Messages between ranks beside which the caller computes, whatever carries them.
 
-    transfer = messages_of(group_name, device).start(sends, receives, "all_gather")
+    transfer = messages_of(group_name, device).start(sends, receives, like, "all_gather")
     ...; messages.progress(); ...        between two GEMMs: what can be moved is moved
     transfer.wait_received()
 
 Between hosts, on CPU, :mod:`tpkernels.comm.lanes` carries them: sockets that the computing thread
 drives itself, between its GEMMs. Elsewhere the backend does: sends and receives of Gloo,
-all-to-alls of NCCL (on its own stream) and tpshm. Every byte is sent once, straight to who needs it.
+all-to-alls of NCCL (on its own stream) and tpshm. Every byte is sent once, straight to who needs
+it.
 """
 
 # R ranks of the group
@@ -45,12 +46,20 @@ class Transfer:
     Dropped without :meth:`wait`, they still are finished by whatever carries them.
     """
 
-    def __init__(self, exchange: _Exchange, name: str, group_name: str, buffers: list[Tensor]):
-        self._exchange, self._name, self._buffers = exchange, name, buffers
+    def __init__(
+        self,
+        exchange: _Exchange,
+        name: str,
+        group_name: str,
+        sent: list[Tensor],
+        come: list[Tensor],
+    ) -> None:
+        self._exchange, self._name, self._buffers = exchange, name, [*sent, *come]
         self._token: Any = None
-        if buffers and instrument.recording():
-            sent = sum(t.numel() * t.element_size() for t in buffers)
-            self._token = instrument.communication(name, group_name, buffers[0], sent)
+        if self._buffers and instrument.recording():
+            sent_bytes = sum(t.numel() * t.element_size() for t in sent)
+            first = self._buffers[0]
+            self._token = instrument.communication(name, group_name, first, sent_bytes)
 
     def has_received(self) -> bool:
         """Whether all that this rank receives is there, as far as was noticed."""
@@ -104,30 +113,43 @@ class Messages:
         """Whether messages move only while :meth:`progress` or a wait is called."""
         return self._lanes is not None
 
-    def start(self, sends: Buffers, receives: Buffers, like: Tensor, operation: str) -> Transfer:
+    def start(
+        self, sends: Buffers, receives: Buffers, like: Tensor, operation: str, whole: int = 0
+    ) -> Transfer:
         """Start to send and to receive; ``like`` has the dtype and device of all of it.
+
+        Args:
+            operation: the collective this is a part of: all_gather, reduce_scatter, all_reduce.
+            whole: bytes of the whole tensor that it begins to gather or to sum, the same on all
+                ranks; 0: another transfer has begun it. For those who count collectives.
 
         Collective, also of a rank that has nothing to send or to receive.
         """
-        buffers = [t for each in sends.values() for t in each]
         if self._lanes is not None:
             exchange: _Exchange = self._lanes.exchange(sends, receives, operation)
         elif self.carrier == "gloo":
             exchange = _PointToPoint(self._group, self.group_name, sends, receives, operation)
         else:
             exchange = _AllToAll(self._group, self.group_name, sends, receives, like, operation)
-        buffers += [t for each in receives.values() for t in each]
-        return Transfer(exchange, operation, self.group_name, buffers)
+        sent = [t for each in sends.values() for t in each]
+        come = [t for each in receives.values() for t in each]
+        return Transfer(exchange, operation, self.group_name, sent, come)
 
     def progress(self) -> None:
         """Move what can be moved without waiting; where another thread does that, nothing."""
         if self._lanes is not None:
             self._lanes.progress()
 
-    def abandon(self, transfers: Sequence[Transfer], error: BaseException) -> None:
-        """After ``error`` between two transfers: nothing stays pending here."""
+    def abandon(self, transfers: Sequence[Transfer], error: BaseException, operation: str) -> None:
+        """After ``error`` between two transfers of ``operation``: nothing stays pending here.
+
+        Lanes are closed for good: what the others have sent, and this rank never asked for, would
+        be taken for what comes next. The other ranks are told, and all that is started over them
+        later raises this error. What a backend carries is waited for, and the group can be used
+        again where all ranks gave up at the same place.
+        """
         if self._lanes is not None:
-            self._lanes.abandon(error)
+            self._lanes.abandon(error, operation)
             return
         for transfer in transfers:
             transfer.drain()
@@ -159,13 +181,16 @@ class _Works:
         return all(work.is_completed() for work in self._works)
 
     def wait(self, received_only: bool = False) -> None:
-        works, self._works = self._works, []
         error: RuntimeError | None = None
-        for work in works:
+        while self._works:
             try:
-                _guarded(work.wait, self._operation, self._group_name)
+                _guarded(self._works[0].wait, self._operation, self._group_name)
             except RuntimeError as failed:
                 error = error or failed
+            except BaseException:  # a signal's, perhaps just when the work was done
+                self._works = [work for work in self._works if not work.is_completed()]
+                raise
+            del self._works[0]
         if error is not None:
             raise error
 

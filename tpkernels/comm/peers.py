@@ -43,14 +43,17 @@ class Peers:
 
 
 class Meeting:
-    """Where the R ranks of a group that is being made leave word for each other.
+    """Where the R ranks of a group leave word for each other while ``what`` is made for it.
 
     Raises:
         CommunicationError: from any method, naming the ranks that left no word in time.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, name: str, seconds: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, name: str, seconds: float, what: str = "tpshm"
+    ) -> None:
         self.rank, self.size, self.name, self.seconds = rank, size, name, seconds
+        self.what = what
         # A store that served a group of this name before keeps what was said then. All ranks of
         # that group had come before any comes again.
         self.prefix = f"tpshm/{(store.add('tpshm/arrivals', 1) - 1) // size}"
@@ -124,7 +127,7 @@ class Meeting:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _absence(self, keys: list[str], ranks: list[int], error: Exception) -> str:
-        here = f"tpshm: rank {self.rank} of {self.size} makes group {self.name}"
+        here = f"{self.what}: rank {self.rank} of {self.size} makes group {self.name}"
         try:
             absent = [r for r, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
         except RuntimeError:

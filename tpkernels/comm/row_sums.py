@@ -122,7 +122,7 @@ class _Pair(RowSums):
         own = self._out[start:end]
         theirs = torch.empty_like(own)
         transfer = self._messages.start(
-            {self._peer: [own]}, {self._peer: [theirs]}, own, _OPERATION
+            {self._peer: [own]}, {self._peer: [theirs]}, own, _OPERATION, own.nbytes
         )
         self._pushed.append((start, end, theirs, transfer))
 
@@ -138,7 +138,7 @@ class _Pair(RowSums):
         self._pushed.clear()
 
     def abandon(self, error: BaseException) -> None:
-        self._messages.abandon([transfer for *_, transfer in self._pushed], error)
+        self._messages.abandon([transfer for *_, transfer in self._pushed], error, _OPERATION)
 
 
 class _Owners(RowSums):
@@ -161,6 +161,7 @@ class _Owners(RowSums):
             {peer: [received[peer]] for peer in self._others},
             own,
             _OPERATION,
+            self._out[start:end].nbytes,
         )
         self._send_back()
         self._partial = (parts, received, transfer)
@@ -198,7 +199,7 @@ class _Owners(RowSums):
         pending = list(self._returns)
         if self._partial is not None:
             pending.append(self._partial[2])
-        self._messages.abandon(pending, error)
+        self._messages.abandon(pending, error, _OPERATION)
 
 
 def row_sums(out_MN: Tensor, group_name: str) -> RowSums:

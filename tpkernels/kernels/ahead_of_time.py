@@ -27,7 +27,7 @@ _INSTRUCTIONS = {  # in PTX, by the names they have here
     "tcgen05": "tcgen05.mma",
     "tma": "cp.async.bulk.tensor",
     "acquire": ".gpu.acquire",
-    "release": ".gpu.release",
+    "release": ".sys.release",
 }
 
 

@@ -135,6 +135,7 @@ def launch(case: Case) -> None:
     from tpkernels.kernels.gemm_dact import gemm_dact
     from tpkernels.kernels.gemm_dglu import gemm_dglu
     from tpkernels.kernels.gemm_glu import gemm_glu
+    from tpkernels.kernels.row_chunks import RowChunks
     from tpkernels.kernels.tile_counters import TileCounters
 
     act, config, (m, n, k) = case.act, case.config, case.sizes
@@ -151,10 +152,11 @@ def launch(case: Case) -> None:
             aux = case.op == "gemm_act_aux"
             gemm_act(matrix(m, k), weight(n, k), bias, act, aux=aux, config=config)
         case "gemm_signaled":
-            counters, chunk_rows = TileCounters(bias.device), max(1, m // 4)
+            counters, chunks = TileCounters(bias.device), RowChunks(max(1, m // 4), 64)
             x, out = matrix(m, k), matrix(m, n)
-            expected = gemm_signaled(x, weight(n, k), out, counters, chunk_rows, config=config)
-            counters.wait(0, expected[0])
+            gemm_signaled(x, weight(n, k), out, counters, chunks, config=config)
+            counters.wait_until(0, 1)
+            counters.wait_for_more(0, 1)
         case "gemm_dact" | "gemm_dact_dbias":
             dbias = case.op == "gemm_dact_dbias"
             gemm_dact(matrix(m, k), weight(k, n), matrix(m, n), act, dbias=dbias, config=config)

@@ -12,6 +12,7 @@ from tpkernels.errors import ConfigError
 from tpkernels.kernels.config import GemmConfig
 from tpkernels.kernels.epilogue import act_value
 from tpkernels.kernels.launch import Gemm
+from tpkernels.kernels.row_chunks import RowChunks
 from tpkernels.kernels.tile import halves, load_row, multiply, store_tile, tile_at
 from tpkernels.kernels.tile_counters import TileCounters, count_tile
 
@@ -41,10 +42,11 @@ def _epilogue(
         store_tile(y, m, n, act_value(acc, ACT, PRECISE), M, N, BLOCK_M, BLOCK_N, TMA_OUT)
 
 
-@triton.jit
+# Not another kernel for every way to cut the rows.
+@triton.jit(do_not_specialize=["first_tile", "boundary", "chunk_rows", "chunk_count", "rest_rows"])
 def _gemm_act(
     a, b, bias, y, pre, finished, M, N, K, a_stride_m, a_stride_k, b_stride_n, b_stride_k,
-    chunk_rows,
+    first_tile, boundary, chunk_rows, chunk_count, rest_rows,
     ACT: tl.constexpr, PRECISE: tl.constexpr, AUX: tl.constexpr, SIGNAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EPILOGUE: tl.constexpr, B_IS_KN: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr,
@@ -54,6 +56,8 @@ def _gemm_act(
     # Flattened, so that the loads of the next tile run beside the epilogue of this one.
     for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_at(index, tiles_m, tiles_n, GROUP_M)
+        if SIGNAL:
+            tile_m = (tile_m + first_tile) % tiles_m
         m, n = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = multiply(
             a, b, m, n, M, N, K, a_stride_m, a_stride_k, b_stride_n, b_stride_k,
@@ -63,7 +67,9 @@ def _gemm_act(
             acc, bias, y, pre, m, n, M, N, ACT, PRECISE, AUX, EPILOGUE, BLOCK_M, BLOCK_N, TMA_OUT
         )  # fmt: skip
         if SIGNAL:
-            count_tile(finished, m, M, chunk_rows, BLOCK_M)
+            count_tile(
+                finished, m, M, boundary, chunk_rows, chunk_count, rest_rows, BLOCK_M
+            )  # fmt: skip
 
 
 def gemm_act(
@@ -93,7 +99,7 @@ def gemm_act(
     pre = gemm.new_output() if aux else None
     if gemm.empty:
         return (y, pre) if pre is not None else y
-    _launch(gemm, bias_N, act, y, pre, None, 0)
+    _launch(gemm, bias_N, act, y, pre)
     return (y, pre) if pre is not None else y
 
 
@@ -102,21 +108,27 @@ def gemm_signaled(
     weight_NK: Tensor,
     out_MN: Tensor,
     counters: TileCounters,
-    chunk_rows: int,
+    chunks: RowChunks,
     *,
+    first_row: int = 0,
     config: GemmConfig | None = None,
     spare_programs: int = 0,
-) -> list[int]:
-    """``out = F.linear(x, weight)``, counting finished tiles of every ``chunk_rows`` rows.
+) -> tuple[int, int]:
+    """``out = F.linear(x, weight)``, counting finished tiles of every chunk of rows.
 
     Args:
         out_MN: [M, N], contiguous, of x's dtype; written.
-        counters: one count a chunk; :meth:`TileCounters.wait` waits for the numbers returned.
-        spare_programs: multiprocessors left to others, since the waiting kernel and the
-            collective after it need somewhere to run beside this persistent one.
+        counters: one count a chunk.
+        chunks: which rows they are.
+        first_row: the tiles of this row come first, those of rows before it last.
+        spare_programs: multiprocessors left to others, since the collective (and the waiting
+            kernel, where there is one) needs somewhere to run beside this persistent one.
 
     Returns:
-        Tiles that each chunk ``[i * chunk_rows, (i + 1) * chunk_rows)`` consists of.
+        (rows, columns) of the tiles, by which ``SignalPlan.expected`` knows the counts.
+
+    Raises:
+        ConfigError: more chunks than counts, or matrices that do not fit.
     """
     gemm = Gemm("gemm_signaled", x_MK, weight_NK, config)
     if out_MN.shape != (gemm.M, gemm.N) or out_MN.dtype is not x_MK.dtype:
@@ -128,10 +140,12 @@ def gemm_signaled(
         raise ConfigError(
             f"gemm_signaled: out must be contiguous, its strides are {out_MN.stride()}"
         )
-    expected = counters.expect(gemm.M, gemm.N, chunk_rows, gemm.config)
     if not gemm.empty:
-        _launch(gemm, None, "none", out_MN, None, counters.finished, chunk_rows, spare_programs)
-    return expected
+        counters.check(chunks.of_row(gemm.M - 1) + 1)
+        first_tile = first_row // gemm.config.block_m
+        signal = (counters.finished, first_tile, chunks)
+        _launch(gemm, None, "none", out_MN, None, signal, spare_programs)
+    return gemm.config.block_m, gemm.config.block_n
 
 
 def _launch(
@@ -140,14 +154,14 @@ def _launch(
     act: str,
     y: Tensor,
     pre: Tensor | None,
-    finished: Tensor | None,
-    chunk_rows: int,
+    signal: tuple[Tensor, int, RowChunks] | None = None,
     spare_programs: int = 0,
 ) -> None:
     # A copy-engine store is complete for other devices only after a wait that Triton does not
     # offer, so tiles that are signalled are written by ordinary stores.
-    tma_out = gemm.tma_output() and finished is None
+    tma_out = gemm.tma_output() and signal is None
     config = gemm.config
+    finished, first_tile, chunks = signal or (None, 0, RowChunks(1, 0))
     block = (config.block_m, config.block_n // config.epilogue)
     gemm.launch(
         _gemm_act,
@@ -161,11 +175,12 @@ def _launch(
         gemm.N,
         gemm.K,
         *gemm.strides,
-        chunk_rows,
+        first_tile,
+        *chunks.arguments(),
         spare=spare_programs,
         ACT=act,
         AUX=pre is not None,
-        SIGNAL=finished is not None,
+        SIGNAL=signal is not None,
         EPILOGUE=config.epilogue,
         TMA_OUT=tma_out,
     )

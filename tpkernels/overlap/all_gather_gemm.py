@@ -12,6 +12,7 @@ Backward re-gathers x beside the dX GEMMs, and reduce-scatters dX beside the dW 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from math import prod
 from typing import Any
 
 import torch
@@ -71,12 +72,11 @@ def _checked(
 
 def _plan(x: Tensor, held: list[int], dim: int, group_name: str, chunks: int | None) -> OverlapPlan:
     """How x [..., s_r, ..., K] is gathered; along the features, whole."""
-    width = max(1, x.shape[-1])
     if group_name and dim % x.dim() == x.dim() - 1:
         return OverlapPlan("off", 1, "features are gathered whole")
-    lead = x.numel() // (x.shape[dim] * width) if x.numel() else 1
-    row_bytes = width * x.element_size()
-    return plan_sequence(sum(held) * lead, row_bytes, group_name, x.device, chunks)
+    count = prod(with_size(x, dim, sum(held))[:-1])  # also of a rank that holds none of them
+    row_bytes = x.shape[-1] * x.element_size()
+    return plan_sequence(count, row_bytes, group_name, x.device, chunks)
 
 
 def _run(
@@ -100,7 +100,7 @@ def _run(
             with instrument.computing("gemm", x):
                 results = [list(linear_act(gathered, w, b, act, aux)) for w, b in pairs]
         else:
-            gathering = Gathering(x, dim, held, group_name, plan.chunks, _NAME)
+            gathering = Gathering(x, dim, held, group_name, plan.chunks)
             gathered = gathering.whole
             results = _empty_results(gathered, weights, aux)
             with gathering:
@@ -219,7 +219,6 @@ def _overlapped_backward(
     chunks: int,
 ) -> list[Tensor]:
     """x is re-gathered while dX is computed; dX is scattered while dW is."""
-    name = f"{_NAME}.backward"
     grads = [grad.contiguous() for grad in grads]
     d_gathered = None if d_gathered is None else d_gathered.contiguous()
     shape = with_size(x, dim, sum(held))
@@ -227,10 +226,9 @@ def _overlapped_backward(
     with ExitStack() as stack:
         gathering = scattering = None
         if any(need_dw):
-            gathering = stack.enter_context(Gathering(x, dim, held, group_name, chunks, name))
+            gathering = stack.enter_context(Gathering(x, dim, held, group_name, chunks))
         if need_dx:
-            scattering = Scattering(shape, dim, held, x, group_name, chunks, name)
-            stack.enter_context(scattering)
+            scattering = stack.enter_context(Scattering(shape, dim, held, x, group_name, chunks))
             for cut, place in scattering.cuts():
                 with instrument.computing("dx", x):
                     _fill_dx(scattering, cut, place, grads, d_gathered, weights)

@@ -9,7 +9,7 @@ its views                for each p: whole[p, first_q + a : first_q + b], contig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -21,6 +21,10 @@ from tpkernels.overlap.plan import even_cut
 # GEMMs of fewer rows than this are put together. ASSUMPTION: a copy of them costs less than what
 # the library loses on a GEMM of so few rows.
 FEW_ROWS = 64
+
+
+Cutting = Callable[[int, int], list[tuple[int, int]]]
+"""From a total and a count to [start, end) of each part."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +50,15 @@ class Blocks:
         """Rows of memory that are ``owner``'s."""
         return self.before * self.sizes[owner] * self.between
 
-    def cuts(self, owner: int, count: int) -> list[Cut]:
-        """``owner``'s rows in at most ``count`` parts, none empty, in order."""
+    def cuts(self, owner: int, count: int, cut: Cutting = even_cut) -> list[Cut]:
+        """``owner``'s rows in at most ``count`` parts, none empty, in order, as ``cut`` says."""
         size = self.sizes[owner]
         if not self.rows_of(owner):
             return []
         if self.before >= count:  # whole rows of the dimension: fewer, longer views
-            bounds = [(lo * size, hi * size) for lo, hi in even_cut(self.before, count)]
+            bounds = [(lo * size, hi * size) for lo, hi in cut(self.before, count)]
         else:
-            bounds = even_cut(self.before * size, count)
+            bounds = cut(self.before * size, count)
         return [Cut(owner, lo, hi, (hi - lo) * self.between) for lo, hi in bounds]
 
     def views(self, whole: Tensor, cut: Cut) -> list[Tensor]:
@@ -73,7 +77,7 @@ class Blocks:
         views = []
         for p in range(cut.lo // size, -(-cut.hi // size)):
             a, b = max(cut.lo - p * size, 0), min(cut.hi - p * size, size)
-            views.append(laid[p, first + a : first + b].view(-1, width))
+            views.append(laid[p, first + a : first + b].view((b - a) * self.between, width))
         return views
 
 

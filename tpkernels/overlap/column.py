@@ -24,7 +24,7 @@ from tpkernels.errors import ConfigError
 from tpkernels.library import check_gemm, define, needs_grad, rows
 from tpkernels.ops.gemm_act import act_grad, gemm_act, gemm_act_aux
 from tpkernels.overlap.gemm_parts import Moving, partial_rows, weight_gradient
-from tpkernels.overlap.plan import plan_column_backward
+from tpkernels.overlap.plan import plan_column_backward, rising_cut
 from tpkernels.reference.activation import check_activation
 
 # --- column_backward ------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def _backward_run(
             sum_in_place(dx_MK, group_name)
             return [dx, *_weight_gradients(pairs, x, 1, None)]
         with row_sums(dx_MK, group_name) as sums:
-            for start, end in plan.rows(dx_MK.shape[0]):
+            for start, end in rising_cut(dx_MK.shape[0], plan.chunks):
                 with instrument.computing("dx", x):
                     partial_rows(dx_MK[start:end], [g[start:end] for g in grads_MN], weights)
                 sums.push(start, end)

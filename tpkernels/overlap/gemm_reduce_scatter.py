@@ -26,6 +26,7 @@ from tpkernels.overlap.gathering import Gathering
 from tpkernels.overlap.plan import OverlapPlan, plan_sequence
 from tpkernels.overlap.scattering import Scattering
 from tpkernels.overlap.sequence_parts import place_in, whole_sizes, with_size
+from tpkernels.overlap.signaled import gemm_reduce_scatter_signaled, scatter_refusal
 
 _NAME = "gemm_reduce_scatter"
 
@@ -70,19 +71,30 @@ def _run(
     dtype, wire = x.dtype, reduce_dtype or x.dtype
     shape = [*x.shape[:-1], weight.shape[0]]
     with instrument.operation(_NAME, layer, group_name, x) as op:
-        op.plan = plan = _plan(x, weight.shape[0], dim, wire, group_name, chunks)
+        refused = _signaled_refusal(x, dim, held)
+        op.plan = plan = _plan(x, weight.shape[0], dim, wire, group_name, chunks, refused)
         if plan.strategy == "off":
             return _one_after_the_other(x, weight, bias, group_name, dim, held, wire)
+        whole = x.new_empty(shape, device="meta")
+        out = x.new_empty(with_size(whole, dim, own), dtype=wire)
+        if plan.strategy == "signaled":
+            gemm_reduce_scatter_signaled(rows(x), weight, bias, rows(out), held, group_name)
+            return out.to(dtype)
         x = x.to(wire).contiguous()
         weight = weight.to(wire)
-        scattering = Scattering(shape, dim, held, x, group_name, plan.chunks, _NAME)
+        scattering = Scattering(shape, dim, held, x, group_name, plan.chunks)
         with scattering:
             for cut, place in scattering.cuts():
                 with instrument.computing("gemm", x):
                     _fill(scattering, cut, place, x, weight)
-            whole = x.new_empty(shape, device="meta")
-            out = x.new_empty(with_size(whole, dim, own))
             return scattering.finish(out, bias).to(dtype)
+
+
+def _signaled_refusal(x: Tensor, dim: int, held: list[int]) -> str | None:
+    """Why tiles cannot be counted for each rank's rows, or None."""
+    if dim % x.dim() or x.dim() != 2:
+        return f"it scatters rows of a matrix, not dimension {dim} of {tuple(x.shape)}"
+    return scatter_refusal(held)
 
 
 def _plan(
@@ -92,11 +104,13 @@ def _plan(
     wire: torch.dtype,
     group_name: str,
     chunks: int | None,
+    signaled: str | None = "its gradient gathers",
 ) -> OverlapPlan:
     if group_name and _is_last(x, dim):
         return OverlapPlan("off", 1, "features are scattered whole")
     row_bytes = columns * wire.itemsize
-    return plan_sequence(rows(x).shape[0], row_bytes, group_name, x.device, chunks)
+    count = rows(x).shape[0]
+    return plan_sequence(count, row_bytes, group_name, x.device, chunks, signaled=signaled)
 
 
 def _one_after_the_other(
@@ -155,24 +169,22 @@ def _backward_run(
     chunks: int | None,
     layer: str,
 ) -> list[Tensor]:
-    empty = x.new_empty(0)
-    name = f"{_NAME}.backward"
-    with instrument.operation(name, layer, group_name, x) as op:
+    with instrument.operation(f"{_NAME}.backward", layer, group_name, x) as op:
         op.plan = plan = _plan(x, weight.shape[0], dim, dy.dtype, group_name, chunks)
         if plan.strategy != "chunked":
             whole = all_gather(dy, sizes, dim, group_name)
             with instrument.computing("dx", x):
-                dx = whole @ weight if needed[0] else empty
+                dx = whole @ weight if needed[0] else x.new_empty(0)
         else:
-            gathering = Gathering(dy, dim, sizes, group_name, plan.chunks, name)
-            whole, dx = gathering.whole, x.new_empty(x.shape) if needed[0] else empty
+            gathering = Gathering(dy, dim, sizes, group_name, plan.chunks)
+            whole, dx = gathering.whole, x.new_empty(x.shape if needed[0] else (0,))
             with gathering:
                 for cut in gathering.cuts() if needed[0] else ():
                     with instrument.computing("dx", x):
                         _fill_dx(gathering, cut, weight, dx)
         with instrument.computing("dw", x):
-            dweight = rows(whole).t() @ rows(x) if needed[1] else empty
-            dbias = rows(whole).sum(0) if needed[2] else empty
+            dweight = rows(whole).t() @ rows(x) if needed[1] else x.new_empty(0)
+            dbias = rows(whole).sum(0) if needed[2] else x.new_empty(0)
     return [dx, dweight, dbias]
 
 

@@ -47,17 +47,45 @@ class OverlapPlan:
         return f"{self.strategy}{count} ({self.reason})"
 
     def rows(self, total: int) -> list[tuple[int, int]]:
-        """[start, end) rows of each chunk.
+        """[start, end) rows of each chunk: ever shorter ones at the end (:func:`falling_cut`).
 
-        When uneven, the first ones are a row longer; signaled ones are of one length, whole tiles
-        where there are enough, and the last is shorter.
+        Signaled ones are of one length, whole tiles where there are enough, and the last is
+        shorter.
         """
         if self.strategy == "signaled":
             length = max(1, -(-total // self.chunks))
             if length > TILE_ROWS:
                 length = -(-length // TILE_ROWS) * TILE_ROWS
             return [(start, min(start + length, total)) for start in range(0, total, length)]
-        return even_cut(total, self.chunks)
+        return falling_cut(total, self.chunks)
+
+
+def falling_cut(total: int, count: int) -> list[tuple[int, int]]:
+    """[start, end) of ``count`` parts of ``total``, none empty; the last three halve each time.
+
+        compute: [        ][        ][        ][   ][ ][]
+        comm:              [        ][        ][       ][   ][ ][]
+
+    What nothing hides is the message of the last part. Slept computing of 92 ms beside 8.4 MB each
+    way at 1 Gbit/s (68 ms alone): 8 even parts 108 ms, 10 of which the last four fall 103 ms; at
+    0.5 Gbit/s beside 160 ms 179 and 175 ms.
+    """
+    plateau = max(1, count - 3)
+    weights = [8] * plateau + [4, 2, 1][: count - plateau]
+    spare, before, bounds, start = total - count, 0, [], 0
+    if spare < 0:
+        return even_cut(total, count)
+    for index, weight in enumerate(weights):
+        before += weight
+        end = index + 1 + spare * before // sum(weights)
+        bounds.append((start, end))
+        start = end
+    return bounds
+
+
+def rising_cut(total: int, count: int) -> list[tuple[int, int]]:
+    """:func:`falling_cut` from the other end: messages start early, and end beside other work."""
+    return [(total - end, total - start) for start, end in reversed(falling_cut(total, count))]
 
 
 def even_cut(total: int, count: int) -> list[tuple[int, int]]:
@@ -137,12 +165,13 @@ def plan_sequence(
     device: torch.device,
     chunks: int | None = None,
     *,
-    signaled: str | None = "it counts tiles of reductions alone",
+    signaled: str | None = "it counts tiles of reductions, and this gathers",
 ) -> OverlapPlan:
     """The plan for an op that gathers or scatters ``rows`` rows: ``chunks`` is that of each rank's.
 
     One chunk a rank is overlap too: one's own rows need no message. Arguments as for
-    :func:`plan_overlap`.
+    :func:`plan_overlap`; where ``signaled`` was asked for and cannot serve, the op is chunked and
+    the plan says why: it is a strategy of reductions, and a layer has gathers too.
     """
     group = group_by_name(group_name)
     if group is None:
@@ -151,6 +180,8 @@ def plan_sequence(
         if chunks < 1:
             raise ConfigError(f"chunks={chunks} must be at least 1")
         return OverlapPlan("chunked", chunks, "chunks was given")
+    if envs.overlap() == "signaled" and signaled is not None:
+        return OverlapPlan("chunked", CHUNKS, f"TPKERNELS_OVERLAP=signaled: {signaled}")
     plan = plan_overlap(rows, row_bytes, group_name, device, signaled=signaled)
     if plan.strategy != "chunked":
         return plan

@@ -20,6 +20,9 @@ from torch import Tensor
 from tpkernels.comm.messages import Transfer, messages_of
 from tpkernels.comm.row_sums import sum_in_rank_order
 from tpkernels.overlap.blocks import Blocks, Cut
+from tpkernels.overlap.plan import rising_cut
+
+_OPERATION = "reduce_scatter"
 
 
 class Scattering:
@@ -41,13 +44,12 @@ class Scattering:
         like: Tensor,
         group_name: str,
         chunks: int,
-        operation: str,
     ) -> None:
         self._messages = messages_of(group_name, like.device)
-        self._operation, self._like = operation, like
+        self._like = like
         self._rank, world = self._messages.rank, self._messages.size
         self.blocks = Blocks(shape, dim, sizes)
-        self._split = [self.blocks.cuts(owner, chunks) for owner in range(world)]
+        self._split = [self.blocks.cuts(owner, chunks, rising_cut) for owner in range(world)]
         own = self.blocks.rows_of(self._rank)
         self._computed = [
             like.new_empty((self.blocks.rows_of(owner), shape[-1])) for owner in range(world)
@@ -68,12 +70,14 @@ class Scattering:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:  # an exception between two parts leaves nothing pending
-            self._messages.abandon(self._transfers, error)
+            self._messages.abandon(self._transfers, error, _OPERATION)
 
     def cuts(self) -> Iterator[tuple[Cut, Tensor]]:
         """What to compute next, and where to, [size, N]; it leaves when the next is asked for."""
         rank, world = self._rank, self._messages.size
         for index in range(max(map(len, self._split))):
+            size = sum(cut.size for split in self._split for cut in split[index : index + 1])
+            whole = size * self._computed[rank].shape[-1] * self._like.element_size()
             for distance in range(1, world):
                 # Part i goes to the rank at this distance, and comes from the one at its opposite.
                 owner, source = (rank + distance) % world, (rank - distance) % world
@@ -83,9 +87,11 @@ class Scattering:
                     yield cut, sent[-1]
                 own = self._split[rank][index : index + 1]
                 come = [self._rows(self._come[source], cut) for cut in own]
-                self._transfers.append(
-                    self._messages.start({owner: sent}, {source: come}, self._like, self._operation)
+                transfer = self._messages.start(
+                    {owner: sent}, {source: come}, self._like, _OPERATION, whole
                 )
+                self._transfers.append(transfer)
+                whole = 0  # said once for the part that all of these begin
         # In parts too where the computing thread is what moves messages.
         count = len(self._split[rank]) if self._messages.driven else 1
         for cut in self.blocks.cuts(rank, count):

@@ -71,7 +71,10 @@ def table_of(backend: str) -> Table:
 def _load(backend: str, folder: Path) -> Table:
     for path in (folder / f"{backend}.json", SHIPPED / f"{backend}.json"):
         if path.is_file():
-            return read(path)
+            table = read(path)
+            if table.backend != backend:
+                raise ConfigError(f"{path} is of {table.backend!r}. Fix: delete it, or {TUNE}")
+            return table
     return Table(backend)
 
 
