@@ -1,7 +1,7 @@
 """The floors of the house: imports only go down, and the C++ has never heard of Python.
 
-    7 cli, demo, doctor, train, benchmarks programs
-    6 recognise, parallelize, planner      policy over whole models
+    7 cli, demo, doctor, benchmarks, ...   programs
+    6 recognise, parallelize, trace, ...   policy over whole models
     5 modules          zero                nn.Modules (siblings)
     4 overlap                              compute and communication joined
     3 comm                                 groups and collectives
@@ -26,9 +26,9 @@ PACKAGE = "tpkernels"
 
 FLOORS = {
     **dict.fromkeys(("benchmarks", "cli", "__main__", "demo", "doctor", "launch"), 7),
-    **dict.fromkeys(("testing", "train"), 7),
+    **dict.fromkeys(("testing", "trace_command", "traced_script", "train"), 7),
     **dict.fromkeys(("parallelize", "plan", "planner"), 6),
-    **dict.fromkeys(("recognise", "replace", "report", "trace"), 6),
+    **dict.fromkeys(("recognise", "replace", "report", "sequence_blocks", "trace"), 6),
     **dict.fromkeys(("checkpoint", "clip_grad", "huggingface"), 5),
     **dict.fromkeys(("modules", "optimizer_checkpoint", "zero"), 5),
     "overlap": 4,

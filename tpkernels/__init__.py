@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:  # for type checkers; at run time __getattr__ imports them
     from tpkernels import comm as comm
     from tpkernels import ops as ops
+    from tpkernels import trace as trace
     from tpkernels.checkpoint import full_state_dict as full_state_dict
     from tpkernels.checkpoint import load_full_state_dict as load_full_state_dict
     from tpkernels.clip_grad import clip_grad_norm_ as clip_grad_norm_
@@ -75,7 +76,9 @@ _EXPORTS = {
     "zero": "tpkernels.zero",
 }
 
-__all__ = ["__version__", "comm", "ops", *_EXPORTS]  # noqa: PLE0604 (names are lazy)
+_PACKAGES = ("comm", "ops", "trace")
+
+__all__ = ["__version__", *_PACKAGES, *_EXPORTS]  # noqa: PLE0604 (names are lazy)
 
 _TORCH_MISSING = (
     "tpkernels: torch is not installed and every tensor feature needs it. "
@@ -103,10 +106,10 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    if name in _EXPORTS or name in ("comm", "ops"):
+    if name in _EXPORTS or name in _PACKAGES:
         if not _HAVE_TORCH:
             raise ImportError(_TORCH_MISSING)
-        if name in ("comm", "ops"):
+        if name in _PACKAGES:
             return importlib.import_module(f"tpkernels.{name}")
         value = getattr(importlib.import_module(_EXPORTS[name]), name)
         globals()[name] = value

@@ -31,6 +31,11 @@ COMMANDS = {
         True,
         "measure collectives between ranks, with the columns of nccl-tests",
     ),
+    "trace": (
+        "tpkernels.trace_command",
+        True,
+        "run a program and show what each layer computes, communicates and waits for",
+    ),
     "doctor": (
         "tpkernels.doctor",
         False,

@@ -10,7 +10,7 @@ from typing import Literal
 # What Gloo says on the ranks whose peer died or left: a consequence, never the cause.
 _LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket timeout|remote process exited"
-    r"|op\.preamble\.length|application timeout",
+    r"|op\.preamble\.length|application timeout|has left the group",
     re.IGNORECASE,
 )
 

@@ -38,6 +38,7 @@ from tpkernels.comm.collectives import (
 )
 from tpkernels.comm.group import Group
 from tpkernels.errors import ConfigError
+from tpkernels.instrument import waiting
 from tpkernels.zero.buffer_pool import BufferPool
 from tpkernels.zero.flat_buffer import FlatBuffer
 from tpkernels.zero.transfers import Wait
@@ -148,7 +149,8 @@ class StreamTransfers:
         """The current stream may read the whole from here on."""
         whole, current = self._wholes.get(buffer), self._current()
         if whole is not None and whole.gathered is not None and current not in whole.users:
-            current.wait_event(whole.gathered)  # RAW
+            with waiting("all_gather", buffer.whole):
+                current.wait_event(whole.gathered)  # RAW
             whole.users.append(current)
 
     def free(self, buffer: FlatBuffer) -> None:
@@ -202,7 +204,8 @@ class StreamTransfers:
 
         def wait() -> Tensor:
             now = self._current()
-            now.wait_event(reduced)  # RAW
+            with waiting("reduce_scatter", whole):
+                now.wait_event(reduced)  # RAW
             gradients.writer = now
             if self._offloads:
                 reduced.synchronize()  # RAW: the host adds it up, and shows it to hooks

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from tpkernels import instrument
 from tpkernels.errors import ConfigError
 from tpkernels.reference.prefetch_scheduler import UnitBytes
 from tpkernels.zero.flat_buffer import FlatBuffer, Slot
@@ -84,6 +85,11 @@ class Unit:
             for index, slot in enumerate(buffer.slots):
                 yield which, index, slot
 
+    def _operation(self, name: str) -> instrument.operation:
+        """For who records, and for errors: what is inside serves this unit."""
+        first = self.buffers[0]
+        return instrument.operation(name, self.name, first.group.name, first.whole)
+
     # --- gathering ---
 
     def gather(self, roll: RollCall) -> None:
@@ -91,7 +97,8 @@ class Unit:
         call = roll.start(GATHER, self.index)
         for buffer in self.buffers:
             self._transfers.allocate(buffer)
-        self._gathering = [self._transfers.gather(buffer) for buffer in self.buffers]
+        with self._operation("zero.gather"):
+            self._gathering = [self._transfers.gather(buffer) for buffer in self.buffers]
         if call is not None:
             self._gathering.insert(0, lambda: roll.finish(call))  # type: ignore[arg-type, return-value]
         for buffer in self.buffers:
@@ -100,10 +107,13 @@ class Unit:
 
     def wait(self) -> None:
         """Wait for it; compute may use the whole parameters from here on."""
+        if not self._gathering:
+            return
         begin = time.perf_counter()
-        while self._gathering:  # after an error the rest is left to `drain`
-            self._gathering[0]()
-            del self._gathering[0]
+        with self._operation("zero.wait"):
+            while self._gathering:  # after an error the rest is left to `drain`
+                self._gathering[0]()
+                del self._gathering[0]
         self.stall_seconds += time.perf_counter() - begin
 
     def free(self) -> None:
@@ -203,7 +213,8 @@ class Unit:
             self.reduce_bytes_sent += (
                 whole.nbytes // gradient.buffer.group.size * (gradient.buffer.group.size - 1)
             )
-            wait = self._transfers.reduce(whole)
+            with self._operation("zero.reduce"):
+                wait = self._transfers.reduce(whole)
             self._reducing.append(_Reduction(gradient, whole, filled, missed, wait))
         if call is not None:
             started = self._reducing[first]
@@ -214,7 +225,8 @@ class Unit:
         while self._reducing:  # likewise
             each = self._reducing[0]
             begin = time.perf_counter()
-            parts = each.wait()
+            with self._operation("zero.wait_reduce"):
+                parts = each.wait()
             del self._reducing[0]
             self.stall_seconds += time.perf_counter() - begin
             each.gradient.install(parts, each.filled, each.missed, world)
