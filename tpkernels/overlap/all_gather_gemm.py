@@ -27,6 +27,8 @@ from tpkernels.ops.gemm_act import act_grad
 from tpkernels.overlap.blocks import Cut, spread, together
 from tpkernels.overlap.gathering import Gathering
 from tpkernels.overlap.gemm_parts import (
+    PLAIN,
+    implementation_of,
     linear_act,
     linear_act_into,
     partial_rows,
@@ -95,6 +97,7 @@ def _run(
     pairs = list(zip(weights, biases, strict=True))
     with instrument.operation(_NAME, layer, group_name, x) as op:
         op.plan = plan = _plan(x, held, dim, group_name, chunks)
+        op.implementation = implementation_of(x)
         if plan.strategy == "off":
             gathered = all_gather(x, held, dim, group_name)
             with instrument.computing("gemm", x):
@@ -176,6 +179,7 @@ def _backward_run(
 ) -> list[Tensor]:
     held = part_sizes(_NAME, x, dim, sizes, group_name)
     with instrument.operation(f"{_NAME}.backward", layer, group_name, x) as op:
+        op.implementation = PLAIN
         op.plan = plan = _plan(x, held, dim, group_name, chunks)
         dx, dws = x.new_empty(0), [x.new_empty(0) for _ in need_dw]
         if plan.strategy == "off":

@@ -23,7 +23,13 @@ from tpkernels.comm.row_sums import row_sums
 from tpkernels.errors import ConfigError
 from tpkernels.library import check_gemm, define, needs_grad, rows
 from tpkernels.ops.gemm_act import act_grad, gemm_act, gemm_act_aux
-from tpkernels.overlap.gemm_parts import Moving, partial_rows, weight_gradient
+from tpkernels.overlap.gemm_parts import (
+    PLAIN,
+    Moving,
+    implementation_of,
+    partial_rows,
+    weight_gradient,
+)
 from tpkernels.overlap.plan import plan_column_backward, rising_cut
 from tpkernels.reference.activation import check_activation
 
@@ -48,6 +54,7 @@ def _backward_run(
     ]
     row_bytes = x.shape[-1] * x.element_size()
     with instrument.operation("column_backward", layer, group_name, x) as op:
+        op.implementation = PLAIN
         if not need_dx:
             return [x.new_empty(0), *_weight_gradients(pairs, x, 1, None)]
         op.plan = plan = plan_column_backward(x_MK.shape[0], row_bytes, group_name, x.device)
@@ -175,9 +182,10 @@ def _run(
 ) -> list[Tensor]:
     _check(x, weights, biases, act)
     with (
-        instrument.operation("column_gemm_act", layer, group_name, x),
+        instrument.operation("column_gemm_act", layer, group_name, x) as op,
         instrument.computing("gemm", x),
     ):
+        op.implementation = implementation_of(x)
         return [gemm_act(x, w, b, act) for w, b in zip(weights, biases, strict=True)]
 
 
@@ -203,9 +211,10 @@ class _Column(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         pairs = list(zip(weights, biases, strict=True))
         with (
-            instrument.operation("column_gemm_act", layer, group_name, x),
+            instrument.operation("column_gemm_act", layer, group_name, x) as op,
             instrument.computing("gemm", x),
         ):
+            op.implementation = implementation_of(x)
             if act == "none":
                 ctx.save_for_backward(x, *weights)
                 return tuple(gemm_act(x, w, b) for w, b in pairs)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from tpkernels.errors import ConfigError
 from tpkernels.library import DTYPES, check_gemm, define, needs_grad, rows
 from tpkernels.ops.gemm_act import gemm_act
 from tpkernels.overlap import fused
+from tpkernels.overlap.gemm_parts import PLAIN
 from tpkernels.overlap.plan import OverlapPlan, plan_gemm_all_reduce
 from tpkernels.overlap.signaled import gemm_all_reduce_signaled
 
@@ -61,8 +62,11 @@ def _run(
             fused=fused.refusal(x, [weight], group_name, reduce_dtype),
             fused_rows=fused.most_rows(x.dtype),
         )
+        op.implementation = PLAIN
         if plan.strategy == "fused":
-            return fused.gemm_all_reduce_fused(x, weight, bias, group_name)
+            op.implementation = "cpu"
+            with instrument.computing("fused", x):
+                return fused.gemm_all_reduce_fused(x, weight, bias, group_name)
         out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=wire_dtype)
         _fill(x_MK, weight, bias, rows(out), plan, group_name)
         return out.to(x.dtype)  # no view: the caller may edit it in place
@@ -135,7 +139,8 @@ class _SaveForBackward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        with instrument.operation("gemm_all_reduce.backward", ctx.layer, ctx.group_name, dy):
+        with instrument.operation("gemm_all_reduce.backward", ctx.layer, ctx.group_name, dy) as op:
+            op.implementation = PLAIN
             return (*row_grads(ctx.needs_input_grad, dy, x, weight), None, None)
 
 

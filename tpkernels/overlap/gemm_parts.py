@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tpkernels import instrument
+from tpkernels.ops import choice
 from tpkernels.ops.gemm_act import gemm_act, gemm_act_aux
 from tpkernels.overlap.plan import even_cut
 
@@ -23,6 +24,15 @@ class Moving(Protocol):
 
     def progress(self) -> None:
         """Move what can be moved without waiting."""
+
+
+PLAIN = "reference"
+"""What serves GEMMs without an epilogue: the library that PyTorch calls."""
+
+
+def implementation_of(x: Tensor) -> str | None:
+    """What serves GEMMs with an epilogue on ``x``, for who records; None while nobody does."""
+    return choice.resolve(x.device.type, x.dtype)[0] if instrument.recording() else None
 
 
 def linear_act(

@@ -23,6 +23,7 @@ from tpkernels.errors import ConfigError
 from tpkernels.library import DTYPES, check_gemm, define, needs_grad, rows
 from tpkernels.overlap.blocks import Cut, spread, together
 from tpkernels.overlap.gathering import Gathering
+from tpkernels.overlap.gemm_parts import PLAIN
 from tpkernels.overlap.plan import OverlapPlan, plan_sequence
 from tpkernels.overlap.scattering import Scattering
 from tpkernels.overlap.sequence_parts import place_in, whole_sizes, with_size
@@ -71,6 +72,7 @@ def _run(
     dtype, wire = x.dtype, reduce_dtype or x.dtype
     shape = [*x.shape[:-1], weight.shape[0]]
     with instrument.operation(_NAME, layer, group_name, x) as op:
+        op.implementation = PLAIN
         refused = _signaled_refusal(x, dim, held)
         op.plan = plan = _plan(x, weight.shape[0], dim, wire, group_name, chunks, refused)
         if plan.strategy == "off":
@@ -170,6 +172,7 @@ def _backward_run(
     layer: str,
 ) -> list[Tensor]:
     with instrument.operation(f"{_NAME}.backward", layer, group_name, x) as op:
+        op.implementation = PLAIN
         op.plan = plan = _plan(x, weight.shape[0], dim, dy.dtype, group_name, chunks)
         if plan.strategy != "chunked":
             whole = all_gather(dy, sizes, dim, group_name)

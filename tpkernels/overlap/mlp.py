@@ -39,6 +39,7 @@ from tpkernels.overlap.gemm_all_reduce import (
     gemm_all_reduce,
     placeholder,
 )
+from tpkernels.overlap.gemm_parts import implementation_of
 from tpkernels.reference.activation import check_activation
 
 
@@ -87,7 +88,8 @@ def _run(
     _check(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act)
     if fused.chosen(x, (w_up, w_gate, w_down), group_name, reduce_dtype):
         return _fused(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act, group_name, layer)
-    with instrument.operation("mlp", layer, group_name, x), instrument.computing("gemm", x):
+    with instrument.operation("mlp", layer, group_name, x) as op, instrument.computing("gemm", x):
+        op.implementation = implementation_of(x)
         if w_gate is None:
             h = gemm_act(x, w_up, b_up, act)
         else:
@@ -109,7 +111,8 @@ def _fused(
 ) -> Tensor:
     with instrument.operation("mlp", layer, group_name, x) as op:
         op.plan, op.implementation = "fused", "cpu"
-        return fused.mlp_fused(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act, group_name)
+        with instrument.computing("fused", x):
+            return fused.mlp_fused(x, w_up, b_up, w_gate, b_gate, w_down, b_down, act, group_name)
 
 
 def _fake(
@@ -160,7 +163,11 @@ class _UpAndSave(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.act, ctx.group_name, ctx.layer = act, group_name, layer
         ctx.gated = w_gate is not None
-        with instrument.operation("mlp", layer, group_name, x), instrument.computing("gemm", x):
+        with (
+            instrument.operation("mlp", layer, group_name, x) as op,
+            instrument.computing("gemm", x),
+        ):
+            op.implementation = implementation_of(x)
             if w_gate is None:
                 h, pre = gemm_act_aux(x, w_up, b_up, act)
                 ctx.save_for_backward(x, w_down, h, w_up, pre)
@@ -173,7 +180,8 @@ class _UpAndSave(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
-        with instrument.operation("mlp.backward", ctx.layer, ctx.group_name, dy):
+        with instrument.operation("mlp.backward", ctx.layer, ctx.group_name, dy) as op:
+            op.implementation = implementation_of(dy)
             return _UpAndSave._gradients(ctx, dy)
 
     @staticmethod
