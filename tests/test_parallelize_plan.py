@@ -167,7 +167,7 @@ def test_plans_that_name_nothing(plan, message):
             ColumnParallelLinear,
             {"gather": True},
             r"ColumnParallelLinear\.style: gather=True is not an option of it; allowed: "
-            "layout, gather_output, activation$",
+            "layout, gather_output, activation, sequence_parallel$",
         ),
         (RowParallelLinear, {"name": "a"}, r"name='a' is not an option"),
         (VocabParallelEmbedding, {"dim": 0}, r"dim=0 is not an option of it; allowed: none"),

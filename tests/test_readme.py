@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,11 @@ def python_blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
-def run_blocks(group: Any, blocks: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run_blocks(
+    group: Any, blocks: list[str], folder: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y of the first block, y of the second, which is split; `out` of the modules' block)."""
+    os.chdir(folder)  # for the page that one of them writes
     names: dict[str, Any] = {"MyModel": MyModel, "x": torch.ones(3, 64)}
     exec(blocks[0], names)
     dense = names["y"].detach()
@@ -50,8 +54,11 @@ def run_blocks(group: Any, blocks: list[str]) -> tuple[torch.Tensor, torch.Tenso
     return dense, split, names["out"].detach()
 
 
-def test_code_blocks_run_and_the_split_model_answers_like_the_dense_one(pools: Any) -> None:
-    results = pools(2).run(run_blocks, python_blocks(), timeout=90)
+def test_code_blocks_run_and_the_split_model_answers_like_the_dense_one(
+    pools: Any, tmp_path: Path
+) -> None:
+    results = pools(2).run(run_blocks, python_blocks(), str(tmp_path), timeout=90)
+    assert (tmp_path / "step.html").is_file()
     for dense, split, out in results:
         torch.testing.assert_close(split, dense)
         assert torch.equal(out, results[0][2])

@@ -55,6 +55,8 @@ _EXPORTS = {
     "ColumnParallelLinear": "tpkernels.modules",
     "ParallelReport": "tpkernels.report",
     "RowParallelLinear": "tpkernels.modules",
+    "SequenceParallel": "tpkernels.modules",
+    "SequenceShards": "tpkernels.modules",
     "ShardSpec": "tpkernels.shard_spec",
     "TPAttention": "tpkernels.modules",
     "TPMLP": "tpkernels.modules",

@@ -32,18 +32,25 @@ from tpkernels.modules import (
     TPAttention,
     VocabParallelEmbedding,
 )
-from tpkernels.modules.class_swap import is_changed, is_swapped, restore_class
+from tpkernels.modules.class_swap import (
+    is_changed,
+    is_swapped,
+    restore_class,
+    set_attributes,
+)
 from tpkernels.modules.parameters import gather_full, gather_gradient
 from tpkernels.ops import choice
 from tpkernels.overlap import fused
-from tpkernels.overlap.plan import plan_gemm_all_reduce
+from tpkernels.overlap.plan import plan_gemm_all_reduce, plan_sequence
 from tpkernels.overlap.signaled import require_signaled
 from tpkernels.plan import replacements_from_plan
 from tpkernels.recognise import Recognition, recognise
 from tpkernels.replace import Replacement, TiedParameters, plan_replacement
 from tpkernels.report import ModuleRow, ParallelReport
+from tpkernels.sequence_blocks import plan_sequence_parallel
 
 _HOOK = "_tpkernels_input_check"
+_NAMED = (ColumnParallelLinear, RowParallelLinear)  # those that keep their path themselves
 _BUILT = (TPMLP, TPAttention, ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
 
@@ -68,7 +75,11 @@ def parallelize(
         plan: ``"auto"`` recognises structure; or a dict of module path (``*`` matches one level's
             name) -> style: one of our module classes or their ``.style(...)``, or any
             ``torch.distributed.tensor.parallel`` style.
-        sequence_parallel: not in this version.
+        sequence_parallel: shard the activations between the tensor-parallel regions on the
+            sequence, inside the repeated blocks: norms, dropouts and residuals work on this
+            rank's tokens, and activation memory falls. Embeddings, what follows the last block,
+            and calls with fewer tokens than ranks stay whole. In its first forward one block of
+            each class is compared with itself on the whole sequence.
         strict: raise when an MLP or attention inside the repeated blocks cannot be split, naming
             the module, the reason and the fix; False keeps it and says so in the report.
 
@@ -84,25 +95,26 @@ def parallelize(
     # What was asked for and cannot serve raises here, before anything has changed.
     choice.apply()
     implementation = _implementation(*_device_and_dtype(model), group)
+    recognition: Recognition | None = None
     if plan == "auto":
         recognition = recognise(model)
         todo, kept = _auto_plan(model, recognition, group, strict)
     else:
         todo, kept = replacements_from_plan(model, plan, group), []  # type: ignore[arg-type]
+    blocks, on_shards = [], ""
+    if sequence_parallel and group.size > 1:
+        blocks = plan_sequence_parallel(model, todo, recognition, group)
+        on_shards = _on_shards(*_device_and_dtype(model), group)
+    todo = [*todo, *blocks]
     _check_weights(model, group)
     _compare_tables(_device_and_dtype(model)[0], group)
     report = ParallelReport(group.size, group.rank, dense_bytes=_parameter_bytes(model))
     _apply(model, todo, group)
-    for replacement in todo:
-        report.modules.append(
-            ModuleRow(
-                replacement.name,
-                replacement.kind,
-                replacement.action,
-                implementation,
-                replacement.detail,
-            )
-        )
+    _name_layers(model)
+    for each in todo:
+        inside = any(f"{each.name}.".startswith(f"{block.name}.") for block in blocks)
+        served = on_shards if inside else implementation
+        report.modules.append(ModuleRow(each.name, each.kind, each.action, served, each.detail))
     report.modules.extend(kept)
     report.parameter_bytes = _parameter_bytes(model)
     model.__dict__[_GROUP] = group
@@ -124,12 +136,23 @@ def _apply(model: nn.Module, todo: list[Replacement], group: Group) -> None:
         raise
 
 
-def _check_arguments(model: nn.Module, plan: Any, sequence_parallel: bool, strict: Any) -> None:
+def _name_layers(model: nn.Module) -> None:
+    """Tell every split module its path, for errors of communication and traces."""
+    for name, module in model.named_modules():
+        state = module.__dict__.get("_tp")
+        if state is not None and hasattr(state, "layer"):
+            state.layer = name
+        elif isinstance(module, _NAMED) and is_changed(module):
+            set_attributes(module, layer=name)
+
+
+def _check_arguments(model: nn.Module, plan: Any, sequence_parallel: Any, strict: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be an nn.Module, got {type(model).__name__}")
-    if sequence_parallel:
+    if not isinstance(sequence_parallel, bool):
         raise ConfigError(
-            "sequence_parallel=True is not part of this version. Fix: sequence_parallel=False"
+            f"sequence_parallel={sequence_parallel!r} is not known; allowed: True, False. Fix: "
+            "True shards activations between the split modules on the sequence"
         )
     if not isinstance(strict, bool):
         raise ConfigError(
@@ -206,11 +229,17 @@ def _implementation(device: torch.device, dtype: torch.dtype, group: Group) -> s
         return kernel
     fused_rows = fused.rows_served(device, dtype, group.name)
     refused = None if fused_rows else "not CPU ranks that share memory, or a dtype without kernels"
-    plan = plan_gemm_all_reduce(1 << 12, 1 << 12, 2, group.name, fused=refused)
+    plan = plan_gemm_all_reduce(1 << 12, 1 << 12, 2, group.name, device=device, fused=refused)
     if plan.strategy == "signaled":
         require_signaled(device, dtype)
     few = f"fused up to {fused_rows} rows, then " if fused_rows and envs.overlap() == "auto" else ""
     return f"{kernel}, overlap {few}{plan.strategy}"
+
+
+def _on_shards(device: torch.device, dtype: torch.dtype, group: Group) -> str:
+    """The same, inside the blocks whose sequence is sharded."""
+    plan = plan_sequence(1 << 12, 1 << 13, group.name, device)
+    return f"{choice.summary(device, dtype)}, sequence parallel, overlap {plan.strategy}"
 
 
 def _parameter_bytes(model: nn.Module) -> int:

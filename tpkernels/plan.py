@@ -15,6 +15,7 @@ from tpkernels.modules import (
     TPMLP,
     ColumnParallelLinear,
     RowParallelLinear,
+    SequenceParallel,
     TPAttention,
     TPMultiheadAttention,
     VocabParallelEmbedding,
@@ -25,7 +26,13 @@ from tpkernels.recognise import recognise
 from tpkernels.recognise.structure import Found
 from tpkernels.replace import Replacement, plan_replacement
 
-_LEAVES = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, TPMultiheadAttention)
+_LEAVES = (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    SequenceParallel,
+    TPMultiheadAttention,
+    VocabParallelEmbedding,
+)
 _RECOGNISED = {TPMLP: "mlp", TPAttention: "attention"}
 
 
@@ -108,8 +115,8 @@ def _styled(module: nn.Module, name: str, style: Any, group: Group) -> Replaceme
         )
     raise ConfigError(
         f"plan: {name!r} has style {style!r}; allowed: ColumnParallelLinear, RowParallelLinear, "
-        "TPMLP, TPAttention, TPMultiheadAttention, VocabParallelEmbedding, their .style(...), or "
-        "a torch.distributed.tensor.parallel style"
+        "SequenceParallel, TPMLP, TPAttention, TPMultiheadAttention, VocabParallelEmbedding, their "
+        ".style(...), or a torch.distributed.tensor.parallel style"
     )
 
 

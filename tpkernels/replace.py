@@ -18,6 +18,7 @@ from tpkernels.modules import (
     TPMultiheadAttention,
     VocabParallelEmbedding,
 )
+from tpkernels.modules.causal_lm_loss import split_loss_
 from tpkernels.modules.class_swap import set_attributes
 from tpkernels.modules.dropout import FusedActivation, ShardedDropout
 from tpkernels.modules.head_partition import rows_layout
@@ -32,6 +33,8 @@ from tpkernels.recognise.structure import (
     leaf_features,
 )
 from tpkernels.shard_spec import layout_from_blocks
+
+LEAVES = "Column+RowParallelLinear"  # linear layers in a module whose forward stays
 
 
 @dataclass(frozen=True)
@@ -128,12 +131,14 @@ def _plan_mlp(module: nn.Module, found: Found, s: MLPStructure, group: Group) ->
         if fuse and s.act_module is not None:
             FusedActivation.fuse_(module.get_submodule(s.act_module), module.get_submodule(s.up))
         if isinstance(s.inner_dropout, str):
-            ShardedDropout.shard_(module.get_submodule(s.inner_dropout), group)
+            inner = module.get_submodule(s.inner_dropout)
+            if isinstance(inner, nn.Dropout):  # an nn.Identity took its place otherwise
+                ShardedDropout.shard_(inner, group)
         RowParallelLinear.shard_(module.get_submodule(s.down), group, name=f"{found.path}.{s.down}")
         if isinstance(module, nn.TransformerEncoderLayer):
             _disable_fast_path(module)
 
-    return Replacement(found.path, "mlp", "Column+RowParallelLinear", form, apply_leaves)
+    return Replacement(found.path, "mlp", LEAVES, form, apply_leaves)
 
 
 def _disable_fast_path(layer: nn.TransformerEncoderLayer) -> None:
@@ -203,8 +208,11 @@ def _split_leaves(
     if s.qkv is not None:
         rows = {"q": heads.q_rows(), "k": heads.kv_rows(), "v": heads.kv_rows()}
         layout = layout_from_blocks([(rows[role], total) for role, total in s.qkv_blocks])
-        ColumnParallelLinear.shard_(module.get_submodule(s.qkv), group, name=name, layout=layout)
-        if s.q is not None:
+        fused = module.get_submodule(s.qkv)
+        ColumnParallelLinear.shard_(fused, group, name=name, layout=layout)
+        if s.q is None:
+            projections = [fused]
+        else:
             ColumnParallelLinear.shard_(
                 module.get_submodule(s.q), group, name=name, layout=rows_layout(heads.q_rows())
             )
@@ -247,6 +255,7 @@ def _plan_vocabulary(
             ColumnParallelLinear.shard_(
                 model.get_submodule(s.head), group, name=s.head, gather_output=True
             )
+            split_loss_(model, model.get_submodule(s.head), group)
 
     detail = f"{rows} rows" + (", one shard shared with the head" if s.tied else "")
     head = "" if s.head is None else " + ColumnParallelLinear"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
+from tests.models.zoo import build
 from tpkernels.benchmarks.activation_memory import VARIANTS, Sizes, main, measure, saved_bytes
+from tpkernels.parallelize import parallelize
 
 
 def test_storages_are_counted_once_and_parameters_not():
@@ -37,6 +41,26 @@ def test_sequence_parallel_saves(pool, world):
         # All of it is cut but what is per token alone (a norm's mean and deviation are too).
         assert sequence < 1.03 * dense / world
         assert tensor > 1.3 * dense / world
+
+
+def families_task(group):
+    ids, found = torch.randint(3, 50, (2, 16)), {}
+    for name in ("bert", "gpt2", "llama_gqa", "user"):
+        sizes = []
+        for sequence_parallel in (False, True):
+            model = build(name, torch.float32).train()
+            parallelize(model, group, sequence_parallel=sequence_parallel)
+            model(ids, attention_mask=torch.ones_like(ids))
+            call = partial(model, ids, attention_mask=torch.ones_like(ids))
+            sizes.append(saved_bytes(call, model.parameters()))
+        found[name] = sizes
+    return found
+
+
+def test_families_keep_less(pool):
+    for found in pool.run(families_task, world_size=2):
+        for name, (tensor, sequence) in found.items():
+            assert sequence < 0.85 * tensor, (name, tensor, sequence)
 
 
 def test_one_rank_prints_a_table(capsys):

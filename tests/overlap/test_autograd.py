@@ -7,7 +7,13 @@ import torch
 
 from tests.overlap.samples import normals, part
 from tpkernels.comm.group import resolve_group
-from tpkernels.overlap import column_gemm_act, gemm_all_reduce, mlp
+from tpkernels.overlap import (
+    all_gather_gemm,
+    column_gemm_act,
+    gemm_all_reduce,
+    gemm_reduce_scatter,
+    mlp,
+)
 from tpkernels.testing import count_collectives
 
 SIZES = [3, 2]
@@ -33,6 +39,10 @@ def layers(name):
             group_name=name,
             w_gate=t["w_gate"],
         ),
+        "gather": lambda t: all_gather_gemm(
+            t["x"], [t["w_up"]], [t["b_up"]], "gelu", name, chunks=2
+        )[1][0],
+        "scatter": lambda t: gemm_reduce_scatter(t["h"], t["w_down"], t["b_down"], name, chunks=2),
     }
 
 
@@ -49,7 +59,7 @@ def tensors(rank, dtype=torch.float64):
     return {label: t.to(dtype).clone() for label, t in made.items()}
 
 
-every_op = pytest.mark.parametrize("kind", ["row", "column", "plain", "gated"])
+every_op = pytest.mark.parametrize("kind", ["row", "column", "plain", "gated", "gather", "scatter"])
 
 
 def frozen(group, kind):
@@ -72,8 +82,17 @@ def frozen(group, kind):
         assert set(alone) == {label}, label
         gradient, sent = alone[label]
         torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=1e-13)
-        assert sent == (1 if label == "x" else 0), label  # only dX is summed over ranks
+        assert sent == calls_for(kind, label), label
     return sorted(everything)
+
+
+def calls_for(kind, label):
+    """Collectives of backward where the gradient of ``label`` alone is wanted."""
+    if kind == "scatter":
+        return 2  # dY is gathered, in two chunks
+    if kind == "gather":
+        return 0 if label == "b_up" else 2
+    return 1 if label == "x" else 0  # only dX is summed over ranks
 
 
 @every_op
@@ -84,6 +103,8 @@ def test_each_input_alone_can_want_a_gradient(pool, kind):
         "column": ["b_up", "w_gate", "w_up", "x"],
         "plain": ["b_down", "b_up", "w_down", "w_up", "x"],
         "gated": ["b_down", "b_up", "w_down", "w_gate", "w_up", "x"],
+        "gather": ["b_up", "w_up", "x"],
+        "scatter": ["b_down", "h", "w_down"],
     }[kind] == used
 
 
@@ -103,7 +124,8 @@ def test_autocast_computes_and_sends_in_its_dtype(pool, kind):
     for y, low, dtypes, sent in pool.run(autocast, kind, world_size=2):
         assert y.dtype is torch.bfloat16 and torch.equal(y, low)
         assert dtypes == {torch.float32}
-        assert sent == (0 if kind == "column" else 4 * 6 * 2)
+        rows = {"column": 0, "gather": 8}.get(kind, 4)
+        assert sent == rows * 6 * 2
 
 
 def edited(group, kind):
@@ -129,7 +151,7 @@ def twice(group, kind):
     run = layers(resolve_group(group).name)[kind]
     values = {k: v.requires_grad_() for k, v in tensors(group.rank()).items()}
     y = run(values)
-    first = "h" if kind == "row" else "x"
+    first = "h" if kind in ("row", "scatter") else "x"
     (slope,) = torch.autograd.grad(y.square().sum(), values[first], create_graph=True)
     try:
         slope.sum().backward()

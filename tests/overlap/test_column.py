@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 
 from tests.across_ranks import assert_gradients
 from tests.ops.samples import EXACT, LAYOUTS, ROUNDED, act_of, laid_out
+from tests.overlap.carriers import CARRIERS, run_carried
 from tests.overlap.samples import integers, normals, part
+from tpkernels import envs
 from tpkernels.comm.group import resolve_group
 from tpkernels.errors import ConfigError
 from tpkernels.overlap import column_backward, column_gemm_act
+from tpkernels.overlap.plan import CHUNKS
 from tpkernels.testing import RankError, assert_two_times, count_collectives
 
 QKV = {1: [[4], [2], [3]], 2: [[4, 2], [1, 1], [0, 3]], 3: [[2, 2, 1], [1, 0, 1], [3, 1, 0]]}
@@ -78,7 +81,10 @@ def column_case(group, lead, k, n_sizes, act, layout="contiguous", dtype=torch.f
         assert backward.total.calls == 0
     else:
         assert list(backward) == ["all_reduce"]
-        assert (backward.total.calls, backward.total.bytes) == (1, x.numel() * dtype.itemsize)
+        rows = x[..., 0].numel()
+        calls = min(CHUNKS, rows) if envs.overlap() == "chunked" else 1
+        sent = x.numel() * dtype.itemsize
+        assert (backward.total.calls, backward.total.bytes) == (calls, sent)
 
 
 def column_cases(group, cases):
@@ -97,6 +103,20 @@ def test_exact_and_one_all_reduce_however_many_weights(pool, world):
     cases += [((3,), 4, QKV[world], "relu", layout) for layout in LAYOUTS]
     cases += [((3,), 4, QKV[world], "none", "contiguous", torch.bfloat16)]
     pool.run(column_cases, cases, world_size=world)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("overlap", ["off", "chunked"])
+def test_exact_whatever_carries_it_and_however_cut(pool, carrier, world, overlap):
+    """Rows of dX leave while the next ones, and then dW, are computed."""
+    cases = [((rows,), 4, QKV[world], "relu") for rows in range(1, 10)]
+    cases += [(lead, 4, QKV[world][:1], "relu2") for lead in ((2, 3), (), (0,), (3, 50))]
+    cases += [((7,), 4, QKV[world], "none", layout) for layout in LAYOUTS]
+    cases += [((7,), 4, QKV[world], "none", "contiguous", torch.bfloat16)]
+    cases += [((7,), 0, QKV[world], "none")]
+    env = {"TPKERNELS_OVERLAP": overlap}
+    run_carried(pool, carrier, column_cases, cases, world_size=world, env=env)
 
 
 SIZES = st.lists(st.integers(0, 3), min_size=4, max_size=4)
@@ -169,6 +189,13 @@ def test_gradcheck_one_rank_perturbed_at_a_time(pool):
     pool.run(gradients_of, [[1, 0, 2], [1, 1, 1]], world_size=3)
 
 
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_gradcheck_in_chunks_whatever_carries_them(pool, carrier):
+    env = {"TPKERNELS_OVERLAP": "chunked"}
+    run_carried(pool, carrier, gradients_of, [[2, 1]], world_size=2, env=env)
+    run_carried(pool, carrier, gradients_of, [[1, 0, 2], [1, 1, 1]], world_size=3, env=env)
+
+
 def who_wants_what(group):
     name = resolve_group(group).name
     x, weights = torch.ones(3, 2), [torch.ones(2, 2), torch.ones(4, 2)]
@@ -202,6 +229,9 @@ def direct_backward(group):
     grads, x, weights = [torch.full((2, 3), rank + 1.0)], torch.ones(2, 4), [torch.ones(3, 4)]
     both = column_backward(grads, x, weights, name)
     neither = column_backward(grads, x, weights, name, need_dx=False, need_dw=[False])
+    more = [(torch.full((5, 2), rank + 1.0), torch.full((5, 3), 2.0))]
+    _, (_, beside) = column_backward(grads, x, weights, name, need_dw=[False], beside=more)
+    assert torch.equal(beside, torch.full((2, 3), 10.0 * (rank + 1)))
     return both, neither
 
 

@@ -131,7 +131,10 @@ def opcheck_on_ranks(group):
         (ops.gemm_all_reduce.default, (x, w, None, name, None, 2)),
         (ops.gemm_all_reduce.default, (wants[0], wants[1], None, name, None, None)),
         (ops.column_gemm_act.default, (wants[0], [wants[1]], [None], "gelu", name)),
-        (ops.column_backward.default, ([x @ w.t()], x, [w], name, True, [True])),
+        (
+            ops.column_backward.default,
+            ([x @ w.t()], x, [w], name, True, [True], [x[:, :2]], [x], ""),
+        ),
         (ops.mlp.default, (wants[0], wants[1], None, None, None, wants[2], None, "gelu", name)),
         (ops.sum_replicated.default, (x, [0, 2], [1, 0], [2, 1], 3, name)),
         (

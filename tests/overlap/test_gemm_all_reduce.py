@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from tests.across_ranks import assert_gradients
 from tests.ops.samples import DTYPES, LAYOUTS, laid_out
+from tests.overlap.carriers import CARRIERS, run_carried
 from tests.overlap.samples import integers, normals, part
+from tpkernels.comm import row_sums
 from tpkernels.comm.group import resolve_group
 from tpkernels.errors import ConfigError
 from tpkernels.overlap import gemm_all_reduce
@@ -85,6 +87,22 @@ def test_exact_in_any_chunks(pool, world, with_bias):
     pool.run(row_cases, cases, world_size=world)
 
 
+@pytest.mark.parametrize("carrier", CARRIERS[1:])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_exact_whatever_carries_it(pool, world, carrier):
+    cases = [
+        ((7,), UNEVEN[world], 6, dtype, chunks, bool(chunks % 2))
+        for chunks in range(1, 9)
+        for dtype in DTYPES
+    ]
+    cases += [
+        (lead, UNEVEN[world], n, torch.float32, 3, True)
+        for lead, n in (((2, 4), 3), ((1,), 1), ((0,), 3), ((2, 0), 3), ((3,), 0))
+    ]
+    cases += [((5,), UNEVEN[world], 3, torch.float32, 2, True, layout) for layout in LAYOUTS]
+    run_carried(pool, carrier, row_cases, cases, world_size=world)
+
+
 CASE = st.tuples(
     st.lists(st.integers(0, 5), max_size=3).map(tuple),
     st.lists(st.integers(0, 4), min_size=4, max_size=4),
@@ -130,6 +148,14 @@ def test_the_same_bits_on_every_rank_and_in_every_run(pool, dtype, chunks):
         assert all(torch.equal(first, y) for pair in results for y in pair)
 
 
+@pytest.mark.parametrize("carrier", CARRIERS[1:])
+def test_the_same_bits_whatever_carries_them(pool, carrier):
+    for dtype in DTYPES[1:]:
+        results = run_carried(pool, carrier, rounded, dtype, torch.float32, 4, world_size=3)
+        first = results[0][0]
+        assert all(torch.equal(first, y) for pair in results for y in pair)
+
+
 def wide_range(group, reduce_dtype):
     """Every rank's partial sum is 256 + 1, which bf16 (steps of 2 there) cannot hold."""
     x, weight = torch.tensor([[256.0, 1.0]]).bfloat16(), torch.ones(1, 2).bfloat16()
@@ -168,11 +194,17 @@ def test_gradcheck_one_rank_perturbed_at_a_time(pool):
     pool.run(gradients_of, [1, 0, 2], 3, world_size=3)
 
 
+@pytest.mark.parametrize("carrier", CARRIERS[1:])
+def test_gradcheck_whatever_carries_it(pool, carrier):
+    run_carried(pool, carrier, gradients_of, [2, 1], 2, world_size=2)
+    run_carried(pool, carrier, gradients_of, [1, 0, 2], 3, world_size=3)
+
+
 def fails_in_a_chunk(group):
     """A GEMM fails on every rank after two chunks have been sent."""
     module = importlib.import_module("tpkernels.overlap.gemm_all_reduce")
     name, x, weight = resolve_group(group).name, torch.ones(8, 2), torch.ones(3, 2)
-    sent, real_partial, real_async = [], module._partial, module.all_reduce_async
+    sent, real_partial, real_async = [], module._partial, row_sums.all_reduce_async
 
     def partial(x, weight, out):
         if len(sent) == 2:
@@ -183,18 +215,18 @@ def fails_in_a_chunk(group):
         sent.append(real_async(*args))
         return sent[-1]
 
-    module._partial, module.all_reduce_async = partial, record
+    module._partial, row_sums.all_reduce_async = partial, record
     try:
         gemm_all_reduce(x, weight, None, name, chunks=4)
     except MemoryError:
         pending = [p for p in sent if p._work is not None]
     finally:
-        module._partial, module.all_reduce_async = real_partial, real_async
+        module._partial, row_sums.all_reduce_async = real_partial, real_async
     return len(sent), len(pending), gemm_all_reduce(x, weight, None, name, chunks=2)
 
 
 def test_an_error_between_two_chunks_leaves_nothing_pending(pool):
-    for sent, pending, y in pool.run(fails_in_a_chunk, world_size=2):
+    for sent, pending, y in run_carried(pool, "gloo", fails_in_a_chunk, world_size=2):
         assert (sent, pending) == (2, 0)
         assert torch.equal(y, torch.full((8, 3), 4.0))
 

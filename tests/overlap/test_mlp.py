@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 
 from tests.across_ranks import assert_gradients
 from tests.ops.samples import EXACT, LAYOUTS, ROUNDED, act_of, laid_out
+from tests.overlap.carriers import CARRIERS, run_carried
 from tests.overlap.samples import integers, normals, part
+from tpkernels import envs
 from tpkernels.comm.group import resolve_group
 from tpkernels.errors import ConfigError
 from tpkernels.overlap import mlp
+from tpkernels.overlap.plan import CHUNKS
 from tpkernels.testing import RankError, assert_two_times, count_collectives
 
 UNEVEN = {1: [5], 2: [3, 2], 3: [4, 0, 1], 4: [2, 2, 1, 0]}  # F_r of each rank
@@ -101,7 +104,9 @@ def mlp_case(group, lead, f_sizes, act, gated, with_bias, layout="contiguous"):
             assert counts.total.calls == 0
         else:
             assert list(counts) == ["all_reduce"]
-            assert (counts.total.calls, counts.total.bytes) == (1, tensor.numel() * 4)
+            rows = tensor[..., 0].numel()
+            calls = min(CHUNKS, rows) if envs.overlap() == "chunked" else 1
+            assert (counts.total.calls, counts.total.bytes) == (calls, tensor.numel() * 4)
 
 
 def mlp_cases(group, cases):
@@ -121,6 +126,20 @@ def test_exact_and_one_all_reduce_each_way(pool, world, gated):
     cases += [(lead, sizes, "relu2", gated, True) for lead in ((2, 3), (), (1,), (0,))]
     cases += [((3,), sizes, "relu", gated, True, layout) for layout in LAYOUTS]
     pool.run(mlp_cases, cases, world_size=world)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_exact_in_chunks_whatever_carries_them(pool, world, carrier):
+    """Backward: dX leaves while dW of both GEMMs is computed."""
+    cases = [
+        ((rows,), UNEVEN[world], "relu", gated, gated or rows > 3)
+        for rows in range(1, 7)
+        for gated in (True, False)
+    ]
+    cases += [((2, 3), UNEVEN[world], "relu", False, True, layout) for layout in LAYOUTS]
+    env = {"TPKERNELS_OVERLAP": "chunked"}
+    run_carried(pool, carrier, mlp_cases, cases, world_size=world, env=env)
 
 
 CASE = st.tuples(

@@ -128,7 +128,7 @@ def test_what_was_not_measured_is_not_cut(pool, tmp_path, monkeypatch):
         assert shown == [[said]] * 2
 
 
-def sequence_plans(group, chunks):
+def plans_of_sequences(group, chunks):
     name, device = group.group_name, torch.device("cpu")
     return [
         str(plan_sequence(rows, row_bytes, name, device, chunks))
@@ -164,7 +164,7 @@ def sequence_plans(group, chunks):
 )
 def test_sequences_are_cut_rank_by_rank(pool, measured, overlap, chunks, expected):
     env = {**measured, "TPKERNELS_OVERLAP": overlap}
-    results = run_carried(pool, "lanes", sequence_plans, chunks, world_size=3, env=env)
+    results = run_carried(pool, "lanes", plans_of_sequences, chunks, world_size=3, env=env)
     assert results == [expected] * 3
 
 

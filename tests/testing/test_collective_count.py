@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
+from tests.overlap.carriers import CARRIERS, run_carried
+from tpkernels.overlap import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from tpkernels.testing import CollectiveCounts, count_collectives
 
 
@@ -61,6 +63,21 @@ def functional_calls(group):
         torch.ops._c10d_functional.wait_tensor(reduced_part)
     names = {call.group_name for call in counts.calls}
     return _summary(counts), names == {group.group_name}
+
+
+def overlapped_calls(group):
+    """Two chunks gathered, scattered and summed: what stands for what, and each byte once."""
+    name, size = group.group_name, group.size()
+    x, weight = torch.ones(4, 3, requires_grad=True), torch.ones(2, 3)
+    with count_collectives() as counts:
+        gathered, _ = all_gather_gemm(x, [weight], None, "none", name, chunks=2)
+        gemm_reduce_scatter(torch.ones(4 * size, 3), weight, None, name, chunks=2)
+        gemm_all_reduce(x, weight, None, name, chunks=2)
+    with count_collectives() as backward:
+        gathered.sum().backward()
+    names = {call.group_name for call in counts.calls}
+    dtypes = {call.dtype for call in counts.calls}
+    return _summary(counts), _summary(backward), names == {name}, dtypes
 
 
 def custom_op_calls(group):
@@ -134,6 +151,23 @@ def test_functional_collectives(pool):
             "reduce_scatter": (1, WHOLE),
         }
         assert same_group
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_overlapped_ops_count_the_same_whatever_carries_them(pool, carrier, world):
+    """Not the sends, receives, all-to-alls or lanes that carry them."""
+    whole = world * 4 * 3 * 4
+    for forward, backward, same_group, dtypes in run_carried(
+        pool, carrier, overlapped_calls, world_size=world
+    ):
+        assert forward == {
+            "all_gather": (2, whole),
+            "reduce_scatter": (2, whole // 3 * 2),
+            "all_reduce": (2, 4 * 2 * 4),
+        }
+        assert backward == {"reduce_scatter": (2, whole)}
+        assert same_group and dtypes == {torch.float32}
 
 
 def test_inside_custom_ops_forward_and_backward(pool):

@@ -121,12 +121,14 @@ def measure(sizes: Sizes, group: Any = None) -> dict[str, int]:
 
 def table(sizes: Sizes, world: int, found: dict[str, int]) -> str:
     """The measurement as markdown, with its origin."""
+    usual = vars(Sizes())
+    given = "".join(f" --{k} {v}" for k, v in vars(sizes).items() if v != usual[k])
     unit = sizes.layers * sizes.batch * sizes.length * sizes.width * 4
     lines = [
         f"{sizes.layers} pre-norm encoder layers of d={sizes.width}, {sizes.heads} heads, batch "
         f"{sizes.batch} x {sizes.length} tokens, float32, {world} ranks, {host_cpu()}; torch "
         f"{torch.__version__}; commit {git_commit()[:12]}; {datetime.now(UTC):%Y-%m-%d}. "
-        f"Reproduce: `python -m {_MODULE} --nproc {world}`.",
+        f"Reproduce: `python -m {_MODULE} --nproc {world}{given}`.",
         "",
         "| variant | kept by a rank, MB | / dense | in activations [B, S, d] a layer |",
         "|---|---|---|---|",

@@ -44,7 +44,7 @@ def sum_in_place(tensor: Tensor, group_name: str) -> Tensor:
 
     On CUDA enqueued on the current stream.
     """
-    if tensor.is_cpu and has_peers(group_name):
+    if tensor.is_cpu and tensor.numel() and has_peers(group_name):
         with instrument.exchanging("all_reduce", group_name, tensor):
             _peer_all_reduce_._op(tensor, group_name, "sum")
         return tensor

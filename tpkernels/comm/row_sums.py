@@ -61,10 +61,14 @@ class RowSums:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.finish()
-        else:  # an exception between two chunks leaves nothing pending
+        if error is not None:  # an exception between two chunks leaves nothing pending
             self.abandon(error)
+            return
+        try:
+            self.finish()
+        except BaseException as failed:
+            self.abandon(failed)
+            raise
 
     def push(self, start: int, end: int) -> None:
         """Rows [start, end) hold this rank's partial sums, and are not written until the end."""
@@ -94,14 +98,8 @@ class _Collectives(RowSums):
         self._pending.append(all_reduce_async(self._out[start:end], self._group_name))
 
     def finish(self) -> None:
-        pending, self._pending = self._pending, []
-        for index, each in enumerate(pending):
-            try:
-                each.wait()
-            except BaseException:
-                for other in pending[index:]:
-                    other.drain()
-                raise
+        for each in self._pending:
+            each.wait()
 
     def abandon(self, error: BaseException) -> None:
         for each in self._pending:

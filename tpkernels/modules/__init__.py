@@ -7,12 +7,16 @@ from tpkernels.modules.head_partition import HeadPartition
 from tpkernels.modules.linear import ColumnParallelLinear, RowParallelLinear
 from tpkernels.modules.mlp import TPMLP
 from tpkernels.modules.multihead_attention import TPMultiheadAttention
+from tpkernels.modules.sequence import SequenceShards
+from tpkernels.modules.sequence_parallel import SequenceParallel
 
 __all__ = [
     "TPMLP",
     "ColumnParallelLinear",
     "HeadPartition",
     "RowParallelLinear",
+    "SequenceParallel",
+    "SequenceShards",
     "TPAttention",
     "TPMultiheadAttention",
     "VocabParallelEmbedding",

@@ -22,15 +22,14 @@ from tpkernels.errors import ConfigError, UnsupportedModuleError
 from tpkernels.modules.arguments import OWN_FORWARD, ReplacedForward
 from tpkernels.modules.attend import attend, local_mask
 from tpkernels.modules.class_swap import swap_class
-from tpkernels.modules.dropout import probability
+from tpkernels.modules.dropout import probability, sharded_dropout
 from tpkernels.modules.head_partition import HeadPartition
+from tpkernels.modules.joint_projection import JointProjection
 from tpkernels.modules.kv_cache import KVCacheLike
-from tpkernels.modules.linear import (
-    JointProjection,
-    linear_sizes,
-)
+from tpkernels.modules.linear import linear_sizes
 from tpkernels.modules.projections import split_output_, split_projections_, split_qkv_
 from tpkernels.modules.rotary import apply_rotary, rotary_tables
+from tpkernels.modules.sequence import SequenceShards, active, shards_of
 from tpkernels.modules.style import SwapStyle
 
 
@@ -62,6 +61,8 @@ class AttentionSplit:
     replaced: ReplacedForward = OWN_FORWARD
     own_keywords: bool = True  # the replaced forward takes what TPAttention's does
     check: InputCheck = field(default_factory=InputCheck)
+    layer: str = ""
+    sequence: SequenceShards | None = None
 
 
 class TPAttention(nn.Module):
@@ -80,6 +81,9 @@ class TPAttention(nn.Module):
         scale: of the scores (default D^-0.5).
         layer_idx: which entry of a cache is this layer's.
         reduce_dtype: dtype of the partial sums on the wire (None: the input's).
+        sequence_parallel: input and output are this rank's shard [B, s_r, hidden] of the sequence;
+            a :class:`SequenceShards` says how many tokens each rank holds (True: all as many).
+            Masks and positions are of the whole sequence.
         group: a 1-D ``DeviceMesh``, a ``ProcessGroup`` or None for all ranks.
 
     Raises:
@@ -105,6 +109,7 @@ class TPAttention(nn.Module):
         scale: float | None = None,
         layer_idx: int = 0,
         reduce_dtype: torch.dtype | None = None,
+        sequence_parallel: bool | SequenceShards = False,
         group: GroupLike = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -148,6 +153,7 @@ class TPAttention(nn.Module):
             scale=scale,
             rope_theta=rope_theta,
             layer_idx=layer_idx,
+            sequence=shards_of(sequence_parallel),
         )
         q_rows, kv_rows = num_heads * head_dim, partition.num_kv_heads * head_dim
         make = {"device": device, "dtype": dtype}
@@ -183,6 +189,7 @@ class TPAttention(nn.Module):
         mask_replaces_causal: bool = False,
         own_keywords: bool = True,
         reduce_dtype: torch.dtype | None = None,
+        sequence_parallel: bool | SequenceShards = False,
         name: str = "attention",
     ) -> None:
         """Turn a plain attention module into this, in place; its projections keep their keys.
@@ -228,6 +235,7 @@ class TPAttention(nn.Module):
             mask_replaces_causal=mask_replaces_causal,
             replaced=ReplacedForward.of(module),
             own_keywords=own_keywords,
+            sequence=shards_of(sequence_parallel),
         )
         swap_class(module, cls, _AsReplaced, _tp=split)
         module._split_leaves(reduce_dtype, name)  # type: ignore[operator]
@@ -249,26 +257,34 @@ class TPAttention(nn.Module):
         else:
             leaves = [self.get_submodule(leaf) for leaf in (tp.q, tp.k, tp.v)]
             split_projections_(leaves, tp.heads, tp.group, name)
-        split_output_(self.get_submodule(tp.out), tp.heads, tp.group, name, reduce_dtype)
+        out = self.get_submodule(tp.out)
+        split_output_(out, tp.heads, tp.group, name, reduce_dtype, tp.sequence)
 
     def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, H_r, S, D] of x; k and v [B, G_r, T, D] of the context (x itself without one)."""
-        tp, dim = self._tp, self._tp.heads.head_dim
+        """q [B, H_r, S, D] of x; k and v [B, G_r, T, D] of the context (x itself without one).
+
+        x may be this rank's shard: S is the whole sequence then too.
+        """
+        tp, dim, shards = self._tp, self._tp.heads.head_dim, active(self._tp.sequence)
+        if context is not None and (tp.qkv is not None or shards is not None):
+            why, fix = "needs separate projections", "fused_qkv=False"
+            if shards is not None:
+                why, fix = "needs whole sequences", "sequence_parallel=False"
+            raise ConfigError(f"{tp.layer or 'TPAttention'}: cross-attention {why}. Fix: {fix}")
+        names = (tp.q, tp.k, tp.v) if tp.qkv is None else (tp.qkv,)
+        leaves = [self.get_submodule(name) for name in names]
+        joint: JointProjection = leaves[-1].joint  # type: ignore[assignment]
+        with joint.region(tp.layer):
+            if shards is not None:
+                x = joint.gather(x, shards)
+            q, *others = [
+                leaf(x if i == 0 or context is None else context) for i, leaf in enumerate(leaves)
+            ]
         if tp.qkv is not None:
-            if context is not None:
-                raise ConfigError(
-                    "TPAttention: cross-attention needs separate projections. Fix: fused_qkv=False"
-                )
             q_width = tp.heads.local_heads(tp.group.rank) * dim
             kv_width = tp.heads.local_kv_heads(tp.group.rank) * dim
-            q, k, v = self.get_submodule(tp.qkv)(x).split([q_width, kv_width, kv_width], dim=-1)
-        else:
-            leaves = [self.get_submodule(name) for name in (tp.q, tp.k, tp.v)]
-            joint: JointProjection = leaves[1].joint  # type: ignore[assignment]
-            with joint.region():
-                q = leaves[0](x)
-                source = x if context is None else context
-                k, v = leaves[1](source), leaves[2](source)
+            q, *others = q.split([q_width, kv_width, kv_width], dim=-1)
+        k, v = others
         return tuple(t.unflatten(-1, (-1, dim)).transpose(1, 2) for t in (q, k, v))  # type: ignore[return-value]
 
     def forward(
@@ -281,7 +297,7 @@ class TPAttention(nn.Module):
         position_ids: Tensor | None = None,
         cache: KVCacheLike | None = None,
     ) -> Tensor:
-        """[B, S, hidden] -> [B, S, hidden], the same on all ranks.
+        """[B, S, hidden] -> [B, S, hidden], the same on all ranks (or shards of S, each its own).
 
         Args:
             x: [B, S, hidden], the same on all ranks.
@@ -302,14 +318,18 @@ class TPAttention(nn.Module):
             "context": context,
             "position_ids": position_ids,
         }
-        tp.check(inputs, tp.group, "TPAttention")
+        shards = active(tp.sequence)
+        if shards is None:
+            tp.check(inputs, tp.group, "TPAttention")
+        else:
+            shards.check(x, tp.check, tp.group, "TPAttention")
         q, k, v = self._project(x, context)
         if tp.rope_theta is not None:
             if position_ids is None:
                 past = 0
                 if cache is not None:
                     past = cache.get_seq_length(tp.layer_idx)
-                position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]
+                position_ids = torch.arange(past, past + q.shape[2], device=x.device)[None]
             cos, sin = rotary_tables(position_ids, tp.heads.head_dim, tp.rope_theta, q.dtype)
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         if cache is not None:
@@ -334,7 +354,10 @@ class TPAttention(nn.Module):
             scale=tp.scale,
         )
         y = self.get_submodule(tp.out)(y.transpose(1, 2).flatten(2))
-        return nn.functional.dropout(y, probability(self, tp.outer_dropout), self.training)
+        outer = probability(self, tp.outer_dropout)
+        if shards is not None:
+            return sharded_dropout(y, outer, self.training, tp.group)
+        return nn.functional.dropout(y, outer, self.training)
 
     def extra_repr(self) -> str:
         tp = self._tp

@@ -16,10 +16,14 @@ from tpkernels.comm.agreement import InputCheck
 from tpkernels.comm.group import Group
 from tpkernels.comm.regions import gather_from_tensor_model_parallel_region as gather_from_region
 from tpkernels.comm.rng import rank_stream
+from tpkernels.errors import ConfigError
+from tpkernels.modules.arguments import ReplacedForward
 from tpkernels.modules.class_swap import set_attributes, swap_class
 from tpkernels.modules.dropout import probability
 from tpkernels.modules.head_partition import HeadPartition
-from tpkernels.modules.linear import ColumnParallelLinear, JointProjection
+from tpkernels.modules.joint_projection import JointProjection
+from tpkernels.modules.linear import ColumnParallelLinear
+from tpkernels.modules.sequence import SequenceShards, active
 
 WIDTHS = ("q_heads", "kv_heads", "q_width", "kv_width", "kv_groups")
 
@@ -29,7 +33,8 @@ class HeadSplit:
     """How a :class:`HeadShardedAttention` is split; one attribute, so that no name is taken.
 
     ``joint``: the projections that read one input; ``dropout`` of the attention weights: a
-    probability, or the name of the ``nn.Dropout`` or number that has it.
+    probability, or the name of the ``nn.Dropout`` or number that has it. ``forward``: the names of
+    its forward's arguments, of which the first is the input.
     """
 
     group: Group
@@ -37,6 +42,9 @@ class HeadSplit:
     dropout: float | str | None
     joint: JointProjection | None
     check: InputCheck = field(default_factory=InputCheck)
+    forward: ReplacedForward | None = None
+    layer: str = ""
+    sequence: SequenceShards | None = None
 
 
 class HeadShardedAttention(nn.Module):
@@ -45,19 +53,39 @@ class HeadShardedAttention(nn.Module):
     Attention dropout draws from the rank's own stream until the output projection, whose result
     is replicated again. Attention weights in the result, [B, H, S, T], are gathered: an
     implementation that returns none (``sdpa``, the default) saves that traffic.
+
+    On a sharded sequence the forward sees the gathered input, of which the projections' outputs
+    are already computed; the output projection scatters again.
     """
 
     _tp: HeadSplit
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        joint = self._tp.joint
-        with contextlib.nullcontext() if joint is None else joint.region():
+        joint, shards = self._tp.joint, active(self._tp.sequence)
+        with contextlib.nullcontext() if joint is None else joint.region(self._tp.layer):
+            if shards is not None:
+                args, kwargs = self._gathered(shards, args, kwargs)
             if probability(self, self._tp.dropout) == 0.0:
                 result = super().forward(*args, **kwargs)
             else:
                 with rank_stream(self._tp.group, next(self.parameters()).device):
                     result = super().forward(*args, **kwargs)
         return self._with_all_weights(result)
+
+    def _gathered(
+        self, shards: SequenceShards, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with all tokens of the input."""
+        tp = self._tp
+        first = tp.forward.names[0] if tp.forward is not None and tp.forward.names else ""
+        x = args[0] if args else kwargs.get(first)
+        if tp.joint is None or not isinstance(x, Tensor):
+            raise ConfigError(
+                f"{tp.layer or 'attention'}: on a sharded sequence, attention whose keys and "
+                "values come from elsewhere is not supported. Fix: sequence_parallel=False"
+            )
+        gathered = tp.joint.gather(x, shards)
+        return ((gathered, *args[1:]), kwargs) if args else (args, kwargs | {first: gathered})
 
     def _with_all_weights(self, result: Any) -> Any:
         """The result with its attention weights (eager attention returns them) of all heads."""
@@ -95,10 +123,12 @@ def shard_heads_(
         "kv_width": heads.local_kv_heads(rank) * heads.head_dim,
         "kv_groups": heads.local_heads(rank) // max(1, heads.local_kv_heads(rank)),
     }
-    joint = JointProjection(projections) if len(projections) > 1 else None
-    for leaf in projections if joint is not None else ():
+    joint = JointProjection(projections) if projections else None
+    for leaf in projections:
         set_attributes(leaf, joint=joint)
     if dropout not in (None, 0.0):
         set_attributes(out, ends_rank_stream=True)
-    swap_class(module, HeadShardedAttention, _tp=HeadSplit(group, heads, dropout, joint))
+    forward = ReplacedForward.of(module)
+    split = HeadSplit(group, heads, dropout, joint, forward=forward)
+    swap_class(module, HeadShardedAttention, _tp=split)
     set_attributes(module, **{name: local[meaning] for name, meaning in widths.items()})

@@ -10,9 +10,6 @@ The names and the roles are Megatron's (arXiv:1909.08053).
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +23,7 @@ from tpkernels.comm.rng import rejoin_shared_stream
 from tpkernels.errors import ConfigError, UnsupportedModuleError
 from tpkernels.library import DTYPES
 from tpkernels.modules.class_swap import is_swapped, swap_class
+from tpkernels.modules.joint_projection import JointProjection
 from tpkernels.modules.parameters import (
     layout_spec,
     local_part,
@@ -33,62 +31,27 @@ from tpkernels.modules.parameters import (
     shard_parameter_,
     split_spec,
 )
+from tpkernels.modules.sequence import SEQUENCE, SequenceShards, active, shards_of
 from tpkernels.modules.style import SwapStyle
-from tpkernels.overlap import column_gemm_act, gemm_all_reduce
+from tpkernels.overlap import (
+    all_gather_gemm,
+    column_gemm_act,
+    gemm_all_reduce,
+    gemm_reduce_scatter,
+)
 from tpkernels.overlap.replicated import sum_replicated_gradient
 from tpkernels.reference.activation import check_activation
 from tpkernels.shard_spec import Chunk, chunk_sizes, spec_of
-
-
-class JointProjection:
-    """Leaves that read one input (Q, K and V) computed together, so that backward sends one dX.
-
-    Inside :meth:`region`, the first leaf called with a tensor computes all leaves' outputs on it;
-    the others pick theirs up when called with the same tensor.
-    """
-
-    def __init__(self, leaves: list[ColumnParallelLinear]) -> None:
-        self._leaves = leaves
-        self._open = False
-        self._input: Tensor | None = None
-        self._outputs: dict[int, Tensor] = {}
-
-    @contextlib.contextmanager
-    def region(self) -> Iterator[None]:
-        """Share outputs between the leaves' calls inside; keeps nothing afterwards."""
-        self._open = True
-        try:
-            yield
-        finally:
-            self._open, self._input, self._outputs = False, None, {}
-
-    def take(self, leaf: ColumnParallelLinear, x: Tensor) -> Tensor | None:
-        """``leaf(x)`` computed with its siblings', or None outside a region."""
-        if not self._open:
-            return None
-        if x is not self._input or id(leaf) not in self._outputs:
-            outputs = column_gemm_act(
-                x,
-                [each.local_weight() for each in self._leaves],
-                [each.local_bias() for each in self._leaves],
-                leaf.activation,
-                leaf.group.name,
-            )
-            self._input = x
-            self._outputs = {id(each): y for each, y in zip(self._leaves, outputs, strict=True)}
-        return self._outputs.pop(id(leaf))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> JointProjection:
-        copied = JointProjection([])
-        memo[id(self)] = copied
-        copied._leaves = [copy.deepcopy(leaf, memo) for leaf in self._leaves]
-        return copied
 
 
 class _ParallelLinear(nn.Module):
     """What both splits share. ``transposed``: the weight is stored [K, N] (GPT-2's Conv1D)."""
 
     group: Group
+    layer: str = ""
+    """Its path in the model, for errors and traces."""
+    sequence: SequenceShards | None = None
+    """How the sequence is sharded outside the tensor-parallel region; None: it is not."""
     in_features: int
     out_features: int
     transposed: bool = False
@@ -140,7 +103,12 @@ class _ParallelLinear(nn.Module):
     def _check_input(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):
             raise ConfigError(f"{type(self).__name__}: input must be a Tensor, got {type(x)}")
-        self.check({"input": x}, self.group, f"{type(self).__name__} {self.extra_repr()}")
+        what = f"{type(self).__name__} {self.extra_repr()}"
+        shards = active(self.sequence)
+        if shards is None or self._split == "row":
+            self.check({"input": x}, self.group, what)
+        else:
+            shards.check(x, self.check, self.group, what)
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -207,6 +175,9 @@ class ColumnParallelLinear(_ParallelLinear):
         group: a 1-D ``DeviceMesh``, a ``ProcessGroup`` or None for all ranks.
         gather_output: return the whole [..., N] on every rank (one all-gather).
         activation: fused into the GEMM's epilogue (none, gelu, gelu_tanh, silu, relu, relu2).
+        sequence_parallel: the input is this rank's shard [..., s_r, K] of the sequence and is
+            gathered for the GEMM; a :class:`SequenceShards` says how many tokens each rank holds
+            (True: all as many).
         device, dtype: as for ``nn.Linear``.
 
     Initialised as ``nn.Linear`` would be with the same seed, on every rank alike. Input [..., K]
@@ -219,6 +190,8 @@ class ColumnParallelLinear(_ParallelLinear):
     gather_output: bool = False
     activation_follows: bool = False
     """A :class:`FusedActivation` comes next and applies what this layer leaves out."""
+    keeps_part: bool = False
+    """The gathered output carries this rank's part, for a loss that is computed on parts."""
 
     def __init__(
         self,
@@ -229,11 +202,13 @@ class ColumnParallelLinear(_ParallelLinear):
         group: GroupLike = None,
         gather_output: bool = False,
         activation: str = "none",
+        sequence_parallel: bool | SequenceShards = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
         check_activation(activation)
+        self.sequence = shards_of(sequence_parallel)
         self._init_parallel(in_features, out_features, bias, group, device, dtype)
         self.activation, self.gather_output = activation, gather_output
         self._split_parameters(None)
@@ -248,11 +223,13 @@ class ColumnParallelLinear(_ParallelLinear):
         layout: tuple[tuple[Chunk, ...], ...] | None = None,
         gather_output: bool = False,
         activation: str = "none",
+        sequence_parallel: bool | SequenceShards = False,
     ) -> None:
         """Turn a dense linear layer into its column-parallel form, in place.
 
         ``layout``: which out features each rank holds (default: as ``torch.chunk`` splits).
         """
+        sequence = shards_of(sequence_parallel)
         in_features, out_features, transposed = _leaf_features(module, name)
         swap_class(
             module,
@@ -263,6 +240,7 @@ class ColumnParallelLinear(_ParallelLinear):
             out_features=out_features,
             gather_output=gather_output,
             activation=activation,
+            sequence=sequence,
             joint=None,
             check=InputCheck(),
         )
@@ -304,10 +282,21 @@ class ColumnParallelLinear(_ParallelLinear):
             return y
         weight, bias = self.local_weight(), self.local_bias()
         activation = "none" if self.activation_follows and self.is_hooked else self.activation
-        (y,) = column_gemm_act(x, [weight], [bias], activation, self.group.name)
-        if self.gather_output:
-            y = gather_from_region(y, self.group.name, -1, self.output_sizes())
-        return y
+        name, shards = self.group.name, active(self.sequence)
+        if shards is None:
+            (y,) = column_gemm_act(x, [weight], [bias], activation, name, layer=self.layer)
+        else:
+            sizes = shards.of_part(x, self.group.rank)
+            where: dict[str, Any] = {"dim": SEQUENCE, "sizes": sizes, "layer": self.layer}
+            _, (y,) = all_gather_gemm(x, [weight], [bias], activation, name, **where)
+        return self._whole(y) if self.gather_output else y
+
+    def _whole(self, y: Tensor) -> Tensor:
+        """All out features of every rank's y, for logits also with what this rank brought."""
+        whole = gather_from_region(y, self.group.name, -1, self.output_sizes())
+        if self.keeps_part and whole.requires_grad and not torch.compiler.is_compiling():
+            whole.tpkernels_part = y, whole._version  # type: ignore[attr-defined]
+        return whole
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -322,10 +311,13 @@ class RowParallelLinear(_ParallelLinear):
         input_is_parallel: x is this rank's [..., K_r]; False: x is whole and is cut here.
         reduce_dtype: dtype of the partial sums on the wire (None: x's); ``torch.float32`` makes
             a bf16 layer round once.
+        sequence_parallel: the output is this rank's shard [..., s_r, N] of the sequence; a
+            :class:`SequenceShards` says how many tokens each rank gets (True: as even as can be).
         device, dtype: as for ``nn.Linear``.
     """
 
     _split = "row"
+    whole_gradients = ("bias",)  # on every rank, also where the sequence is sharded
     input_is_parallel: bool = True
     reduce_dtype: torch.dtype | None = None
     ends_rank_stream: bool = False
@@ -340,11 +332,13 @@ class RowParallelLinear(_ParallelLinear):
         group: GroupLike = None,
         input_is_parallel: bool = True,
         reduce_dtype: torch.dtype | None = None,
+        sequence_parallel: bool | SequenceShards = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
         _check_reduce_dtype(reduce_dtype)
+        self.sequence = shards_of(sequence_parallel)
         self._init_parallel(in_features, out_features, bias, group, device, dtype)
         self.input_is_parallel, self.reduce_dtype = input_is_parallel, reduce_dtype
         self._split_parameters(None)
@@ -359,11 +353,13 @@ class RowParallelLinear(_ParallelLinear):
         layout: tuple[tuple[Chunk, ...], ...] | None = None,
         input_is_parallel: bool = True,
         reduce_dtype: torch.dtype | None = None,
+        sequence_parallel: bool | SequenceShards = False,
     ) -> None:
         """Turn a dense linear layer into its row-parallel form, in place.
 
         ``layout``: which in features each rank holds (default: as ``torch.chunk`` splits).
         """
+        sequence = shards_of(sequence_parallel)
         in_features, out_features, transposed = _leaf_features(module, name)
         swap_class(
             module,
@@ -374,6 +370,7 @@ class RowParallelLinear(_ParallelLinear):
             out_features=out_features,
             input_is_parallel=input_is_parallel,
             reduce_dtype=reduce_dtype,
+            sequence=sequence,
             check=InputCheck(),
         )
         module._split_parameters(layout)  # type: ignore[operator]
@@ -400,15 +397,15 @@ class RowParallelLinear(_ParallelLinear):
         return [spec.rows_of(rank) for rank in range(self.group.size)]
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.ends_rank_stream and self.training:
+        shards = active(self.sequence)
+        if self.ends_rank_stream and self.training and shards is None:
             rejoin_shared_stream()  # what follows is replicated: dropout must agree again
         if not self.input_is_parallel:
             self._check_input(x)
             x = scatter_to_region(x, self.group.name, -1, self.input_sizes())
-        return gemm_all_reduce(
-            x,
-            self.local_weight(),
-            self.local_bias(),
-            self.group.name,
-            reduce_dtype=self.reduce_dtype,
-        )
+        weight, bias = self.local_weight(), self.local_bias()
+        options: dict[str, Any] = {"reduce_dtype": self.reduce_dtype, "layer": self.layer}
+        if shards is None:
+            return gemm_all_reduce(x, weight, bias, self.group.name, **options)
+        options |= {"dim": SEQUENCE, "sizes": shards.of_whole(x)}
+        return gemm_reduce_scatter(x, weight, bias, self.group.name, **options)

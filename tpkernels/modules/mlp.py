@@ -22,10 +22,17 @@ from tpkernels.errors import ConfigError, UnsupportedModuleError
 from tpkernels.modules.arguments import OWN_FORWARD, ReplacedForward
 from tpkernels.modules.class_swap import swap_class
 from tpkernels.modules.dropout import probability, sharded_dropout
+from tpkernels.modules.gated_product import gated_product
 from tpkernels.modules.linear import ColumnParallelLinear, RowParallelLinear, linear_sizes
+from tpkernels.modules.sequence import SEQUENCE, SequenceShards, active, shards_of
 from tpkernels.modules.style import SwapStyle
-from tpkernels.overlap import column_gemm_act, gemm_all_reduce, mlp
-from tpkernels.reference.activation import activation as apply_activation
+from tpkernels.overlap import (
+    all_gather_gemm,
+    column_gemm_act,
+    gemm_all_reduce,
+    gemm_reduce_scatter,
+    mlp,
+)
 from tpkernels.reference.activation import check_activation
 from tpkernels.shard_spec import Chunk, chunk_sizes, layout_from_blocks
 
@@ -50,6 +57,8 @@ class MLPSplit:
     reduce_dtype: torch.dtype | None = None
     replaced: ReplacedForward = OWN_FORWARD
     check: InputCheck = field(default_factory=InputCheck)
+    layer: str = ""
+    sequence: SequenceShards | None = None
 
 
 class TPMLP(nn.Module):
@@ -66,10 +75,13 @@ class TPMLP(nn.Module):
         dropout: on the intermediate activation (its mask differs per rank).
         group: a 1-D ``DeviceMesh``, a ``ProcessGroup`` or None for all ranks.
         reduce_dtype: dtype of the partial sums on the wire (None: the input's).
+        sequence_parallel: input and output are this rank's shard [..., s_r, K] of the sequence;
+            a :class:`SequenceShards` says how many tokens each rank holds (True: all as many).
         device, dtype: as for ``nn.Linear``.
 
     Submodules ``up_proj``, ``gate_proj`` and ``down_proj`` hold the weights. Input [..., K], the
-    same on all ranks -> [..., K], the same on all ranks. Forward: one all-reduce; backward: one.
+    same on all ranks -> [..., K], the same on all ranks. Forward: one all-reduce; backward: one
+    (sequence-parallel: a gather and a reduce-scatter instead; backward gathers x once more).
     """
 
     _tp: MLPSplit
@@ -85,6 +97,7 @@ class TPMLP(nn.Module):
         dropout: float = 0.0,
         group: GroupLike = None,
         reduce_dtype: torch.dtype | None = None,
+        sequence_parallel: bool | SequenceShards = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -106,6 +119,7 @@ class TPMLP(nn.Module):
             "down_proj",
             dropout=dropout,
             reduce_dtype=reduce_dtype,
+            sequence=shards_of(sequence_parallel),
         )
 
     @classmethod
@@ -123,6 +137,7 @@ class TPMLP(nn.Module):
         dropout: float | str = 0.0,
         outer_dropout: float | str = 0.0,
         reduce_dtype: torch.dtype | None = None,
+        sequence_parallel: bool | SequenceShards = False,
         name: str = "mlp",
     ) -> None:
         """Turn a dense MLP into this, in place: its linear layers keep their names and keys.
@@ -155,6 +170,7 @@ class TPMLP(nn.Module):
             outer_dropout,
             reduce_dtype,
             ReplacedForward.of(module),
+            sequence=shards_of(sequence_parallel),
         )
         swap_class(module, cls, _AsReplaced, _tp=split)
         for leaf in (up, gate):
@@ -197,13 +213,17 @@ class TPMLP(nn.Module):
         return halves[second], biases[second], halves[first], biases[first]
 
     def forward(self, x: Tensor) -> Tensor:
-        tp = self._tp
-        tp.check({"input": x}, tp.group, "TPMLP")
+        tp, shards = self._tp, active(self._tp.sequence)
+        if shards is None:
+            tp.check({"input": x}, tp.group, "TPMLP")
+        else:
+            shards.check(x, tp.check, tp.group, "TPMLP")
         w_up, b_up, w_gate, b_gate = self._projections()
         down = self._leaf(tp.down)
         w_down, b_down = down.local_weight(), down.local_bias()
         p = probability(self, tp.dropout)
-        if p == 0.0:
+        options: dict[str, Any] = {"reduce_dtype": tp.reduce_dtype, "layer": tp.layer}
+        if shards is None and p == 0.0:
             y = mlp(
                 x,
                 w_up,
@@ -214,13 +234,19 @@ class TPMLP(nn.Module):
                 group_name=tp.group.name,
                 w_gate=w_gate,
                 b_gate=b_gate,
-                reduce_dtype=tp.reduce_dtype,
+                **options,
             )
         else:
             h = self._intermediate(x, w_up, b_up, w_gate, b_gate)
             h = sharded_dropout(h, p, True, tp.group)
-            y = gemm_all_reduce(h, w_down, b_down, tp.group.name, reduce_dtype=tp.reduce_dtype)
+            if shards is None:
+                y = gemm_all_reduce(h, w_down, b_down, tp.group.name, **options)
+            else:
+                options |= {"dim": SEQUENCE, "sizes": shards.of_whole(h)}
+                y = gemm_reduce_scatter(h, w_down, b_down, tp.group.name, **options)
         outer = probability(self, tp.outer_dropout)
+        if shards is not None:
+            return sharded_dropout(y, outer, True, tp.group)
         return nn.functional.dropout(y, outer, True) if outer else y
 
     def _intermediate(
@@ -231,11 +257,21 @@ class TPMLP(nn.Module):
         w_gate: Tensor | None,
         b_gate: Tensor | None,
     ) -> Tensor:
-        name, act = self._tp.group.name, self._tp.activation
+        """The activation between the projections, [..., S, F_r] also of a shard x."""
         if w_gate is None:
-            return column_gemm_act(x, [w_up], [b_up], act, name)[0]
-        gate, up = column_gemm_act(x, [w_gate, w_up], [b_gate, b_up], "none", name)
-        return apply_activation(gate, act) * up
+            return self._column(x, [w_up], [b_up], self._tp.activation)[0]
+        gate, up = self._column(x, [w_gate, w_up], [b_gate, b_up], "none")
+        return gated_product(gate, up, self._tp.activation)
+
+    def _column(
+        self, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], act: str
+    ) -> list[Tensor]:
+        name, layer, shards = self._tp.group.name, self._tp.layer, active(self._tp.sequence)
+        if shards is None:
+            return column_gemm_act(x, weights, biases, act, name, layer=layer)
+        sizes = shards.of_part(x, self._tp.group.rank)
+        where: dict[str, Any] = {"dim": SEQUENCE, "sizes": sizes, "layer": layer}
+        return all_gather_gemm(x, weights, biases, act, name, **where)[1]
 
     def extra_repr(self) -> str:
         tp = self._tp

@@ -19,15 +19,18 @@ from tpkernels.modules.head_partition import HeadPartition
 from tpkernels.modules.head_sharded import HeadSplit
 from tpkernels.modules.parameters import layout_spec, local_part, shard_parameter_
 from tpkernels.modules.projections import qkv_layout, split_output_
+from tpkernels.modules.sequence import SEQUENCE, SequenceShards, active, shards_of
 from tpkernels.modules.style import SwapStyle
-from tpkernels.overlap import column_gemm_act
+from tpkernels.overlap import all_gather_gemm, column_gemm_act
 
 
 class TPMultiheadAttention(nn.Module):
     """An ``nn.MultiheadAttention`` whose heads are split; made by :meth:`shard_`, in place.
 
     ``in_proj_weight`` [3E, E] is split as three blocks by heads, ``out_proj`` by rows. The call
-    and its results are ``nn.MultiheadAttention``'s, returned weights included.
+    and its results are ``nn.MultiheadAttention``'s, returned weights included. With
+    ``sequence_parallel``, query, key and value are one tensor, this rank's shard along dimension
+    -2 (the batch where it comes second: tokens either way), and so is the output.
     """
 
     _tp: HeadSplit
@@ -39,9 +42,16 @@ class TPMultiheadAttention(nn.Module):
     training: bool
 
     @classmethod
-    def shard_(cls, module: nn.Module, group: GroupLike, *, name: str = "self_attn") -> None:
+    def shard_(
+        cls,
+        module: nn.Module,
+        group: GroupLike,
+        *,
+        sequence_parallel: bool | SequenceShards = False,
+        name: str = "self_attn",
+    ) -> None:
         """Turn an ``nn.MultiheadAttention`` into this, in place."""
-        group = resolve_group(group)
+        group, sequence = resolve_group(group), shards_of(sequence_parallel)
         if not isinstance(module, nn.MultiheadAttention):
             raise UnsupportedModuleError(
                 f"{name}: expected nn.MultiheadAttention, got {type(module).__name__}"
@@ -56,8 +66,8 @@ class TPMultiheadAttention(nn.Module):
         heads = HeadPartition.of(
             module.num_heads, module.num_heads, module.head_dim, group.size, name
         )
-        swap_class(module, cls, _tp=HeadSplit(group, heads, "dropout", None))
-        split_output_(module.out_proj, heads, group, f"{name}.out_proj")
+        swap_class(module, cls, _tp=HeadSplit(group, heads, "dropout", None, sequence=sequence))
+        split_output_(module.out_proj, heads, group, f"{name}.out_proj", sequence=sequence)
         for leaf in ("in_proj_weight", "in_proj_bias"):
             dense = module._parameters.get(leaf)
             if dense is not None:
@@ -90,16 +100,15 @@ class TPMultiheadAttention(nn.Module):
             "key_padding_mask": key_padding_mask,
             "attn_mask": attn_mask,
         }
-        self._tp.check(inputs, self._tp.group, "nn.MultiheadAttention")
-        batched, shared = query.dim() == 3, (query is key, key is value)
-        q_in, k_in, v_in = (self._batch_first(t, batched) for t in (query, key, value))
-        if shared == (True, True):
-            k_in = v_in = q_in
-        elif shared[1]:
-            v_in = k_in
+        shards, batched = active(self._tp.sequence), query.dim() == 3
+        if shards is None:
+            self._tp.check(inputs, self._tp.group, "nn.MultiheadAttention")
+            projected = self._projected(query, key, value, batched)
+        else:
+            shards.check(query, self._tp.check, self._tp.group, "nn.MultiheadAttention")
+            projected = self._gathered(shards, query, key, value, batched)
         q, k, v = (
-            t.unflatten(-1, (-1, self._tp.heads.head_dim)).transpose(1, 2)
-            for t in self._project(q_in, k_in, v_in)
+            t.unflatten(-1, (-1, self._tp.heads.head_dim)).transpose(1, 2) for t in projected
         )
         # As PyTorch: the hint says what attn_mask is, so that it need not be read.
         causal = is_causal and key_padding_mask is None and not need_weights
@@ -111,17 +120,53 @@ class TPMultiheadAttention(nn.Module):
         else:
             y = attend(q, k, v, self._tp.group, mask=mask, causal=causal, dropout=p)
             weights = None
-        y = self.out_proj(y.transpose(1, 2).flatten(2))
+        y = y.transpose(1, 2).flatten(2)
+        if shards is not None:  # scattered along the dimension that was gathered
+            y = self.out_proj(self._as_given(y, batched))
+        else:
+            y = self._as_given(self.out_proj(y), batched)
+        return y, weights if batched or weights is None else weights[0]
+
+    def _as_given(self, y: Tensor, batched: bool) -> Tensor:
+        """y [B, L, E] in the layout of the arguments."""
         if not batched:
-            return y[0], None if weights is None else weights[0]
-        return (y if self.batch_first else y.transpose(0, 1)), weights
+            return y[0]
+        return y if self.batch_first else y.transpose(0, 1)
 
     def _batch_first(self, x: Tensor, batched: bool) -> Tensor:
         if not batched:
             return x[None]
         return x if self.batch_first else x.transpose(0, 1)
 
-    def _project(self, q_in: Tensor, k_in: Tensor, v_in: Tensor) -> list[Tensor]:
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor, batched: bool) -> list[Tensor]:
+        """q, k and v, each [B, L or S, E_r]."""
+        shared = (query is key, key is value)
+        q_in, k_in, v_in = (self._batch_first(t, batched) for t in (query, key, value))
+        if shared == (True, True):
+            k_in = v_in = q_in
+        elif shared[1]:
+            v_in = k_in
+        return self._project(q_in, k_in, v_in)
+
+    def _gathered(
+        self, shards: SequenceShards, query: Tensor, key: Tensor, value: Tensor, batched: bool
+    ) -> list[Tensor]:
+        """The same of all tokens, where the one input is this rank's shard."""
+        if not (query is key and key is value):
+            what = self._tp.layer or "nn.MultiheadAttention"
+            raise ConfigError(
+                f"{what}: on a sharded sequence query, key and value must be one tensor; "
+                "cross-attention is not supported. "
+                "Fix: sequence_parallel=False"
+            )
+        weights, biases = self._weights()
+        where: dict[str, Any] = {"dim": SEQUENCE, "sizes": shards.sizes, "layer": self._tp.layer}
+        name = self._tp.group.name
+        _, projected = all_gather_gemm(query, weights, biases, "none", name, **where)
+        return [self._batch_first(t, batched) for t in projected]
+
+    def _weights(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """This rank's weights and biases of q, k and v."""
         weight = local_part(self.in_proj_weight, self._tp.group, "in_proj_weight")
         rows = weight.shape[0] // 3  # q, k and v have equally many heads
         weights = list(weight.split(rows)) if rows else [weight] * 3
@@ -130,14 +175,21 @@ class TPMultiheadAttention(nn.Module):
         else:
             bias = local_part(self.in_proj_bias, self._tp.group, "in_proj_bias")
             biases = list(bias.split(rows)) if rows else [bias] * 3
-        name = self._tp.group.name
+        return weights, biases
+
+    def _project(self, q_in: Tensor, k_in: Tensor, v_in: Tensor) -> list[Tensor]:
+        weights, biases = self._weights()
+
+        def column(x: Tensor, which: slice) -> list[Tensor]:
+            name, layer = self._tp.group.name, self._tp.layer
+            return column_gemm_act(x, weights[which], biases[which], "none", name, layer=layer)
+
         if q_in is k_in and k_in is v_in:
-            return column_gemm_act(q_in, weights, biases, "none", name)
-        q = column_gemm_act(q_in, weights[:1], biases[:1], "none", name)
+            return column(q_in, slice(3))
+        q = column(q_in, slice(1))
         if k_in is v_in:
-            return q + column_gemm_act(k_in, weights[1:], biases[1:], "none", name)
-        k = column_gemm_act(k_in, weights[1:2], biases[1:2], "none", name)
-        return q + k + column_gemm_act(v_in, weights[2:], biases[2:], "none", name)
+            return q + column(k_in, slice(1, 3))
+        return q + column(k_in, slice(1, 2)) + column(v_in, slice(2, 3))
 
     def _mask(
         self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, batched: bool

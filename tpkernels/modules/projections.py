@@ -10,7 +10,9 @@ from torch import nn
 from tpkernels.comm.group import Group
 from tpkernels.modules.class_swap import set_attributes
 from tpkernels.modules.head_partition import HeadPartition, rows_layout
-from tpkernels.modules.linear import ColumnParallelLinear, JointProjection, RowParallelLinear
+from tpkernels.modules.joint_projection import JointProjection
+from tpkernels.modules.linear import ColumnParallelLinear, RowParallelLinear
+from tpkernels.modules.sequence import SequenceShards
 from tpkernels.shard_spec import layout_from_blocks
 
 
@@ -34,6 +36,7 @@ def split_projections_(
 def split_qkv_(leaf: Any, heads: HeadPartition, group: Group, name: str) -> None:
     """Split a fused [Q | K | V] projection by heads, in place: each block by itself."""
     ColumnParallelLinear.shard_(leaf, group, name=name, layout=qkv_layout(heads))
+    set_attributes(leaf, joint=JointProjection([leaf]))
     leaf.check.enabled = False
 
 
@@ -52,8 +55,14 @@ def split_output_(
     group: Group,
     name: str,
     reduce_dtype: torch.dtype | None = None,
+    sequence: SequenceShards | None = None,
 ) -> None:
     """Split an output projection's in features by query heads, in place."""
     RowParallelLinear.shard_(
-        leaf, group, name=name, layout=rows_layout(heads.q_rows()), reduce_dtype=reduce_dtype
+        leaf,
+        group,
+        name=name,
+        layout=rows_layout(heads.q_rows()),
+        reduce_dtype=reduce_dtype,
+        sequence_parallel=sequence or False,
     )

@@ -89,10 +89,14 @@ class Gathering:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.finish()
-        else:
+        if error is not None:
             self._abandon(error)
+            return
+        try:
+            self.finish()
+        except BaseException as failed:
+            self._abandon(failed)
+            raise
 
     def cuts(self) -> Iterator[Cut]:
         """Every part of every rank, when its rows are there: one's own, then as the ring brings."""

@@ -320,8 +320,8 @@ def gemm_reduce_scatter(
         dim: the dimension of the output that is scattered.
         sizes: rows that every rank keeps, the same list on all; None: as even as can be
             (``sequence_sizes``).
-        reduce_dtype: dtype of the partial sums on the wire; None: x's. However it is, sums are
-            added in fp32 at least, in rank order, and rounded once.
+        reduce_dtype: dtype of the partial sums on the wire; None: x's. In chunks, sums are added
+            in fp32 at least, in rank order, and rounded once; whole, as the backend adds them.
         chunks: number of pieces each rank's rows are sent in; None: as the plan says.
         layer: the module that is served, for errors and traces.
 

@@ -1,5 +1,6 @@
 """What a dense model is made of: MLPs, attentions, vocabulary layers. Analysis only."""
 
+from tpkernels.recognise.stacks import block_stacks
 from tpkernels.recognise.structure import (
     AttentionStructure,
     Found,
@@ -19,6 +20,7 @@ __all__ = [
     "MLPStructure",
     "Recognition",
     "VocabularyStructure",
+    "block_stacks",
     "is_leaf_linear",
     "leaf_features",
     "recognise",

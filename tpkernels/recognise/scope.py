@@ -38,7 +38,7 @@ class Scope:
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     self.owners.setdefault(id(parameter), []).append(f"{name}.{key}".lstrip("."))
-        self.block_items = [item for module in self.names for item in _repeated_items(module)]
+        self.block_items = [item for module in self.names for item in repeated_items(module)]
         self._in_blocks = {inner for item in self.block_items for inner in item.modules()}
 
     def path(self, module: nn.Module) -> str:
@@ -88,7 +88,7 @@ class Scope:
         self._attentions.append((signature, buffers, structure))
 
 
-def _repeated_items(module: nn.Module) -> list[nn.Module]:
+def repeated_items(module: nn.Module) -> list[nn.Module]:
     """Items of a ModuleList or Sequential that are repeated blocks.
 
     Blocks hold linear layers and share their class with another item; the only item of

@@ -6,9 +6,14 @@
 
 Every Python road to a process group is seen, in any thread and inside custom ops (where a
 `TorchDispatchMode` sees nothing): methods of `ProcessGroup`, which `torch.distributed` calls,
-`torch.ops._c10d_functional`, which functional collectives and compiled graphs call, and our own
-ops over peer memory. What C++ starts by itself (DDP's reducer) is not, and then leaving the context
-raises rather than miscounts (of Gloo's groups, which alone count one by one).
+`torch.ops._c10d_functional`, which functional collectives and compiled graphs call, our own ops
+over peer memory, and the messages of overlapped ops. What C++ starts by itself (DDP's reducer) is
+not, and then leaving the context raises rather than miscounts (of Gloo's groups, which alone count
+one by one).
+
+An overlapped op counts the same whatever carries it: one collective for each chunk, of the kind it
+stands for and the bytes of that chunk of the whole tensor. The sends, receives, all-to-alls or
+lanes that carry it are not counted again.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tpkernels.comm import direct
+from tpkernels.comm.messages import Messages
 
 # Method of ProcessGroup, or op of _c10d_functional -> the kind it is counted as.
 _METHODS = {
@@ -111,9 +117,8 @@ class CollectiveCounts(Mapping[str, CollectiveCount]):
         self.calls: list[CollectiveCall] = []
         self._steps: dict[str, int] = {}  # sequence numbers that the calls account for, by group
 
-    def _add(self, call: CollectiveCall, steps: int) -> None:
-        self.calls.append(call)
-        self._steps[call.group_name] = self._steps.get(call.group_name, 0) + steps
+    def _account(self, group_name: str, steps: int) -> None:
+        self._steps[group_name] = self._steps.get(group_name, 0) + steps
 
     def __getitem__(self, kind: str) -> CollectiveCount:
         if kind not in self.KINDS:
@@ -167,6 +172,17 @@ _lock = threading.Lock()
 _open_counts: list[CollectiveCounts] = []
 _undo: list[Callable[[], None]] = []
 _inside = threading.local()  # a functional op that ends in a Python process group counts once
+_carrying = threading.local()  # what carries the messages of an overlapped op counts as that
+
+
+def _record(call: CollectiveCall, steps: int) -> None:
+    """Count ``call``, which a Gloo group does in so many steps of its sequence."""
+    carried = getattr(_carrying, "flag", False)
+    with _lock:
+        for counts in _open_counts:
+            if not carried:
+                counts.calls.append(call)
+            counts._account(call.group_name, steps)
 
 
 def _install() -> None:
@@ -185,6 +201,7 @@ def _install() -> None:
             _replace(op, "_op", _counting_peer_op(op._op, place))
     if direct._at_once is not None:
         _replace(direct, "_at_once", _counting_at_once(direct._at_once))
+    _replace(Messages, "start", _counting_messages(Messages.start))
 
 
 def _remove() -> None:
@@ -213,9 +230,7 @@ def _counting(call: Callable[..., Any], kind: str, *, method: str | None) -> Cal
             size = max(_bytes(operand) for operand in operands) * factor
             dtype = tensors[0].dtype if tensors else None
             record = CollectiveCall(kind, 0 if kind == "barrier" else size, dtype, group_name)
-            with _lock:
-                for counts in _open_counts:
-                    counts._add(record, steps=2 if method in _TWO_STEPS_IN_GLOO else 1)
+            _record(record, steps=2 if method in _TWO_STEPS_IN_GLOO else 1)
         _inside.flag = True
         try:
             return call(*args, **kwargs)
@@ -230,9 +245,7 @@ def _counting_at_once(call: Callable[..., bool]) -> Callable[..., bool]:
         done = call(tensor, group, op)
         if done:
             record = CollectiveCall("all_reduce", _bytes(tensor), tensor.dtype, group.group_name)
-            with _lock:
-                for counts in _open_counts:
-                    counts._add(record, steps=1)
+            _record(record, steps=1)
         return done
 
     return counted
@@ -244,10 +257,23 @@ def _counting_peer_op(call: Callable[..., Any], place: int) -> Callable[..., Any
         reduced = args[0] if result is None else result
         if type(reduced) is torch.Tensor:
             record = CollectiveCall("all_reduce", _bytes(reduced), reduced.dtype, args[place])
-            with _lock:
-                for counts in _open_counts:
-                    counts._add(record, steps=1)
+            _record(record, steps=1)
         return result
+
+    return counted
+
+
+def _counting_messages(start: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(
+        messages: Messages, sends: Any, receives: Any, like: Any, operation: str, whole: int = 0
+    ) -> Any:
+        if whole:
+            _record(CollectiveCall(operation, whole, like.dtype, messages.group_name), steps=0)
+        _carrying.flag = True
+        try:
+            return start(messages, sends, receives, like, operation, whole)
+        finally:
+            _carrying.flag = False
 
     return counted
 
