@@ -141,17 +141,24 @@ def waiting(name: str, tensor: Tensor) -> AbstractContextManager[None]:
     return _NOTHING if recorder is None else _Interval(recorder, "exposed", name, tensor)
 
 
-def communication(name: str, group_name: str, tensor: Tensor, sent_bytes: int = -1) -> Any:
+def communication(
+    name: str,
+    group_name: str,
+    tensor: Tensor,
+    sent_bytes: int = -1,
+    total_bytes: int | None = None,
+) -> Any:
     """A collective or exchange is started; hand the result to :func:`arrived`.
 
-    ``sent_bytes``: what this rank sends; -1: not known, ``tensor``'s whole size is noted.
+    ``sent_bytes``: what this rank sends; -1: not known. ``total_bytes``: what it sends and
+    receives; None: ``tensor``'s size.
     """
     recorder = _recorder
     if recorder is None:
         return None
     details = {
         "group": group_name,
-        "bytes": tensor.numel() * tensor.element_size(),
+        "bytes": tensor.nbytes if total_bytes is None else total_bytes,
         "sent_bytes": sent_bytes,
     }
     return recorder, recorder.begin("communication", name, tensor, details)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 
+from tests.overlap.carriers import run_carried
 from tpkernels.comm import tpshm
 from tpkernels.comm.lanes import lanes_of, wanted, why_not
 from tpkernels.errors import CommunicationError, ConfigError
@@ -98,7 +99,7 @@ def test_any_schedule_arrives_exactly(pool, world):
     @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
     @given(schedules(world))
     def check(schedule):
-        pool.run(run_schedule, schedule, world_size=world)
+        run_carried(pool, "lanes", run_schedule, schedule, world_size=world)
 
     check()
 
@@ -198,15 +199,15 @@ def a_child_is_forked(group):
     ],
 )
 def test_between_two_ranks(pool, case):
-    pool.run(case, world_size=2)
+    run_carried(pool, "lanes", case, world_size=2)
 
 
 def groups_apart(group):
     """A group's lanes are its own: what goes on in one is nothing to another."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    everyone, pairs = dist.new_group(), [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[group.rank() // 2]
-    whole, pair = lanes_on(group), lanes_on(mine)
-    assert lanes_of(group.group_name) is whole is not pair
+    whole, pair = lanes_on(everyone), lanes_on(mine)
+    assert lanes_of(everyone.group_name) is whole is not pair
     got = [torch.empty(1), torch.empty(1)]
     after, before = (group.rank() + 1) % 4, (group.rank() - 1) % 4
     ring = whole.exchange({after: [torch.full((1,), 1.0 * group.rank())]}, {before: [got[0]]}, "r")
@@ -234,7 +235,7 @@ def refuse(group):
 
 
 def test_what_cannot_be_sent_is_refused(pool):
-    pool.run(refuse, world_size=2)
+    run_carried(pool, "lanes", refuse, world_size=2)
 
 
 def without_lanes(group):

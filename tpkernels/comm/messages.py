@@ -46,20 +46,9 @@ class Transfer:
     Dropped without :meth:`wait`, they still are finished by whatever carries them.
     """
 
-    def __init__(
-        self,
-        exchange: _Exchange,
-        name: str,
-        group_name: str,
-        sent: list[Tensor],
-        come: list[Tensor],
-    ) -> None:
-        self._exchange, self._name, self._buffers = exchange, name, [*sent, *come]
-        self._token: Any = None
-        if self._buffers and instrument.recording():
-            sent_bytes = sum(t.numel() * t.element_size() for t in sent)
-            first = self._buffers[0]
-            self._token = instrument.communication(name, group_name, first, sent_bytes)
+    def __init__(self, exchange: _Exchange, name: str, buffers: list[Tensor], token: Any) -> None:
+        self._exchange, self._name = exchange, name
+        self._buffers, self._token = buffers, token
 
     def has_received(self) -> bool:
         """Whether all that this rank receives is there, as far as was noticed."""
@@ -107,6 +96,7 @@ class Messages:
         self._lanes = lanes_of(group_name) if device.type == "cpu" else None
         self._group = group
         self.carrier = "lanes" if self._lanes is not None else _backend_of(group, device)
+        self._like: Tensor | None = None  # of what was started; before that nothing moves
 
     @property
     def driven(self) -> bool:
@@ -125,20 +115,28 @@ class Messages:
 
         Collective, also of a rank that has nothing to send or to receive.
         """
+        self._like = like
+        sent = [t for each in sends.values() for t in each]
+        buffers = [*sent, *(t for each in receives.values() for t in each)]
+        token = None
+        if buffers and instrument.recording():
+            sent_bytes, total = (sum(t.nbytes for t in each) for each in (sent, buffers))
+            token = instrument.communication(operation, self.group_name, like, sent_bytes, total)
         if self._lanes is not None:
-            exchange: _Exchange = self._lanes.exchange(sends, receives, operation)
+            # The thread that moves messages computes nothing meanwhile.
+            with instrument.waiting(operation, like):
+                exchange: _Exchange = self._lanes.exchange(sends, receives, operation)
         elif self.carrier == "gloo":
             exchange = _PointToPoint(self._group, self.group_name, sends, receives, operation)
         else:
             exchange = _AllToAll(self._group, self.group_name, sends, receives, like, operation)
-        sent = [t for each in sends.values() for t in each]
-        come = [t for each in receives.values() for t in each]
-        return Transfer(exchange, operation, self.group_name, sent, come)
+        return Transfer(exchange, operation, buffers, token)
 
     def progress(self) -> None:
         """Move what can be moved without waiting; where another thread does that, nothing."""
-        if self._lanes is not None:
-            self._lanes.progress()
+        if self._lanes is not None and self._like is not None:
+            with instrument.waiting("progress", self._like):
+                self._lanes.progress()
 
     def abandon(self, transfers: Sequence[Transfer], error: BaseException, operation: str) -> None:
         """After ``error`` between two transfers of ``operation``: nothing stays pending here.
@@ -217,7 +215,7 @@ class _PointToPoint(_Works):
             for peer, tensors in peers.items():
                 for tensor in tensors:
                     if tensor.numel():
-                        raw = tensor.view(-1).view(torch.uint8)
+                        raw = _flat(tensor).view(torch.uint8)
                         self._add(call, raw, group=group, tag=_TAG, **{side: peer})
 
 
@@ -248,12 +246,17 @@ class _AllToAll(_Works):
             if len(tensors) > 1:
                 parts = staged.split([t.numel() for t in tensors])
                 for tensor, part in zip(tensors, parts, strict=True):
-                    tensor.view(-1).copy_(part)
+                    tensor.copy_(part.view(tensor.shape))
 
 
 def _staged(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     """One flat tensor of all elements: the memory of the only one, or a copy."""
     if not tensors:
         return like.new_empty(0)
-    flat = [tensor.view(-1) for tensor in tensors]
+    flat = [_flat(tensor) for tensor in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements of a contiguous tensor; not by ``view``: of one element any stride is that."""
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -21,6 +21,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from tpkernels import instrument
 from tpkernels.comm.collectives import Pending, all_reduce_async
 from tpkernels.comm.messages import Messages, Transfer, messages_of
 
@@ -33,15 +34,16 @@ def sum_in_rank_order(parts: list[Tensor], out: Tensor, bias: Tensor | None = No
     Half types are added in fp32 and rounded once. ``out`` may be one of ``parts``.
     """
     wide = torch.promote_types(parts[0].dtype, torch.float32)
-    if wide is out.dtype and len(parts) == 2:
-        torch.add(parts[0], parts[1], out=out)
-        return out if bias is None else out.add_(bias)
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        total += part
-    if bias is not None:
-        total += bias
-    return out.copy_(total)
+    with instrument.computing("sum", out):
+        if wide is out.dtype and len(parts) == 2:
+            torch.add(parts[0], parts[1], out=out)
+            return out if bias is None else out.add_(bias)
+        total = parts[0].to(wide, copy=True)
+        for part in parts[1:]:
+            total += part
+        if bias is not None:
+            total += bias
+        return out.copy_(total)
 
 
 class RowSums:
