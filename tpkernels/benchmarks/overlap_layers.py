@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -188,9 +189,10 @@ class LayerProblem:
         mesh = mesh_of(self.group)
         layer = parallelize_module(dense, mesh, style)
         if self.op not in _BACKWARD:
-            return partial(_forward, layer, x)
+            return partial(_completed, partial(_forward, layer, x))
         leaf = x.detach().requires_grad_()
-        return partial(_backward, layer(leaf), [leaf, *layer.parameters()], dy)
+        call = partial(_backward, layer(leaf), [leaf, *layer.parameters()], dy)
+        return partial(_completed, call)
 
     # --- what is right ---
 
@@ -230,6 +232,16 @@ class _Rows:
 
     def __call__(self, output: Tensor) -> Tensor:
         return output[self.index]
+
+
+def _completed(call: Call) -> Any:
+    """What ``call`` gives, when it is there: DTensor's last collective is waited for at first use."""
+    result = call()
+    for each in result if isinstance(result, (tuple, list)) else [result]:
+        local = each._local_tensor if isinstance(each, DTensor) else each
+        if isinstance(local, AsyncCollectiveTensor):
+            local.trigger_wait()
+    return result
 
 
 def _forward(layer: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
