@@ -235,7 +235,7 @@ class _Rows:
 
 
 def _completed(call: Call) -> Any:
-    """What ``call`` gives, when it is there: DTensor's last collective is waited for at first use."""
+    """What ``call`` gives, when it is there: DTensor waits for its last collective at first use."""
     result = call()
     for each in result if isinstance(result, (tuple, list)) else [result]:
         local = each._local_tensor if isinstance(each, DTensor) else each
